@@ -56,7 +56,7 @@ class FlowRLConfig:
         log_z: "learned" by the head; "group": the mean of the group (VarGrad); "none": 0.
         anchor: the reference policy πref: "ref", or "old", the policy before the update.
         importance_weight: one per "sequence", one per "token" (CISPO), or "none".
-        importance_clip: ``[least, largest]`` weight, the largest alone, or ``None``.
+        importance_clip: ``[least, largest]`` weight, only the largest, or ``None``.
         length_normalization: whether log-probabilities are averaged or summed over an answer's tokens.
         given: values of other keys of verl's config that must be compatible.
     """
@@ -79,7 +79,7 @@ class FlowRLConfig:
             _require(value in allowed, f"{key}.{name}", value, f"must be one of {', '.join(allowed)}")
         bounds = clip if isinstance(clip, Sequence) else (0.0, math.inf if clip is None else clip)
         fits = len(bounds) == 2 and all(map(_is_number, bounds)) and 0 <= bounds[0] <= 1 <= bounds[1] > bounds[0]
-        allowed = "must be [least, largest] with 0 <= least <= 1 <= largest, the largest alone, or null"
+        allowed = "must be [least, largest] with 0 <= least <= 1 <= largest, only the largest, or null"
         _require(fits, f"{key}.importance_clip", clip, allowed)
         object.__setattr__(self, "importance_clip", tuple(map(float, bounds)))
 

@@ -41,13 +41,13 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         model.get_decoder().register_forward_hook(self._keep_hidden_states)
 
     def _keep_hidden_states(self, decoder, inputs, output) -> None:
-        self._hidden = output[0] if self.mode == "train" else None
+        self._hidden = output[0] if self.mode == "train" else None  # (rows, tokens, hidden size)
 
     def prepare_model_outputs(self, output, output_args, micro_batch, logits_processor_func):
         model_output = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self.partition is not None and self.mode == "train":
             hidden, self._hidden = self._hidden, None
-            if "pad_size" in output_args:  # packed rows
+            if "pad_size" in output_args:  # all rows without padding in one: (1, tokens of all rows, hidden size)
                 packed = self._gather_and_unpad_packed(hidden.squeeze(0), output_args["pad_size"])
                 rows = packed.split(micro_batch["input_ids"].offsets().diff().tolist())
             else:
@@ -66,7 +66,7 @@ class FlowRLEngine(FSDPEngineWithLMHead):
         """Step the model and the head, or neither; returns what the base class returns."""
         if self.partition is None:
             return super().optimizer_step()
-        if not self.partition.gather_gradients(self.scaler.get_scale() if self.scaler else 1.0):
+        if not self.partition.average_gradients(self.scaler.get_scale() if self.scaler else 1.0):
             print("WARN: the gradient of log Z's head is not finite: the model does not step either", flush=True)
             for parameter in self.module.parameters():
                 if parameter.grad is not None:

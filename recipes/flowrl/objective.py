@@ -1,4 +1,4 @@
-"""FlowRL's objective in fp32, in torch alone: ``w·δ²``, ``δ = log Z(x) + mean log π(y|x) − β·r − mean log πref(y|x)``.
+"""FlowRL's objective in fp32, with only torch: ``w·δ²``, ``δ = log Z(x) + mean log π(y|x) − β·r − mean log πref(y|x)``.
 
 Source: Zhu et al. 2025, "FlowRL: Matching Reward Distributions for LLM Reasoning", arXiv 2509.15207; log Z as a group's
 mean: Richter et al. 2020, "VarGrad", arXiv 2010.10436; weights per token: CISPO, arXiv 2506.13585.
@@ -12,7 +12,7 @@ import math
 
 import torch
 
-# Weights are always within [exp(-20), exp(20)], as in verl's rollout correction.
+# Weights are always in [exp(-20), exp(20)], as in verl's rollout correction.
 LARGEST_WEIGHT = math.exp(20.0)
 
 
@@ -47,7 +47,7 @@ def importance_weights(
         return mask.new_ones(len(mask), 1).float(), mask.new_zeros(len(mask), 1).float()
     log_ratio = torch.where(mask, log_prob.detach().float() - old_log_prob.float(), 0.0)
     if level == "sequence":
-        log_ratio = log_ratio.sum(-1, keepdim=True)
+        log_ratio = log_ratio.sum(-1, keepdim=True)  # (rows, 1), of whole answers
     low, high = (math.log(min(max(bound, 1 / LARGEST_WEIGHT), LARGEST_WEIGHT)) for bound in clip or (0.0, math.inf))
     return log_ratio.clamp(low, high).exp(), ((log_ratio < low) | (log_ratio > high)).float()
 
@@ -85,7 +85,7 @@ def trajectory_balance(
     weights, clipped = importance_weights(log_prob, old_log_prob, mask, level, clip)
     if rollout_weights is not None:
         weights = torch.where(mask, weights * rollout_weights.float(), 0.0)
-    weight = mean_of_tokens(weights, mask)
+    weight = mean_of_tokens(weights, mask)  # (rows,)
     present = mask.any(-1)
     log_z = torch.where(present, log_z.float(), 0.0)
     balance = mean_of_tokens(log_prob.detach().float() - anchor_log_prob.float(), mask, length_normalization)
@@ -123,6 +123,7 @@ def group_log_z(
     """
     present = mask.any(-1)
     balance = mean_of_tokens(log_prob.float() - anchor_log_prob.float(), mask, length_normalization)
-    value = torch.where(present, beta * reward.float() - balance, 0.0)
+    value = torch.where(present, beta * reward.float() - balance, 0.0)  # the log Z for which a row's δ is 0
+    # (2, groups): the sum of the values of each group, and the number of its rows that have tokens
     sums = value.new_zeros(2, int(group.max()) + 1).index_add(1, group, torch.stack([value, present.float()]))
     return (sums[0] / sums[1].clamp(min=1))[group]

@@ -66,8 +66,8 @@ class PartitionTraining:
             dist.broadcast(tensor.data, src=0)
         self.optimizer = torch.optim.AdamW(head.parameters(), lr=lr, weight_decay=weight_decay)
 
-    def gather_gradients(self, loss_scale: float) -> bool:
-        """Unscale the gradients and average them over ranks. Returns whether all are finite, the same on every rank."""
+    def average_gradients(self, loss_scale: float) -> bool:
+        """Unscale the gradients and average them over ranks; return whether all are finite, the same on every rank."""
         for parameter in self.head.parameters():
             dist.all_reduce(parameter.grad)
             parameter.grad /= loss_scale * dist.get_world_size()

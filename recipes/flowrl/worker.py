@@ -31,12 +31,12 @@ def answer_reward(fields: TensorDict, kind: str) -> torch.Tensor:
 def flowrl_loss(config: FlowRLActorConfig, model_output: dict, data: TensorDict, dp_group=None):
     """Compute FlowRL's loss of a micro-batch and its metrics; replaces verl's ``ppo_loss``.
 
-    Sums over rows are divided by the rows of the whole mini-batch, so the split into micro-batches and ranks has no
+    Sums over rows are divided by the number of rows of the mini-batch, so its split into micro-batches and ranks has no
     effect.
     """
     flowrl = config.flowrl
     log_prob = no_padding_2_padding(model_output["log_probs"], data).float()
-    share = data["dp_size"] / data["global_batch_size"]
+    share = data["dp_size"] / data["global_batch_size"]  # FSDP averages gradients over dp_size ranks
     fields = data.select(*(name for name in FIELDS if name in data)).to_padded_tensor()
     mask = fields["response_mask"].bool()
     if flowrl.log_z == "learned":

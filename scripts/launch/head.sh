@@ -3,7 +3,7 @@
 #   BIND=10.0.0.1 scripts/launch/head.sh              the others reach it at that address of this machine; then here
 #     RAY_ADDRESS=10.0.0.1:6379 make run …            or RAY_ADDRESS=http://127.0.0.1:8265 make submit …
 #                                                     (and RAY_AUTH_MODE=token where there is a token)
-#   scripts/launch/head.sh                            a cluster of this machine alone, listening on loopback: make submit
+#   scripts/launch/head.sh                            a cluster of only this machine, listening on loopback: make submit
 #   BIND=10.0.0.1 scripts/launch/head.sh --dry-run    shows what would be run
 # Stays in the foreground; Ctrl-C ends the node and all that runs on it. Its environment is that of the job's processes
 # on this node: HF_TOKEN and the like belong there.

@@ -56,7 +56,7 @@ read_variables() { # set run to the names of the variables of `make run`, and jo
   find_python
   names=$(job_module --names) || exit 1
   run=()
-  for name in $names; do if [[ $name != CARRY ]]; then run+=("$name"); fi; done # it is make submit's alone
+  for name in $names; do if [[ $name != CARRY ]]; then run+=("$name"); fi; done # only make submit takes it
   job=("${run[@]}" NNODES GPUS_PER_NODE)
 }
 

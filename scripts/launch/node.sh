@@ -1,11 +1,11 @@
 # shellcheck shell=bash disable=SC2154
 # Shared by head.sh and worker.sh: each sources this after its knobs, with its own arguments.
-[[ $# == 0 || $* == --dry-run ]] || { echo "$(basename "$0" .sh): $*: takes --dry-run alone" >&2 && exit 1; }
+[[ $# == 0 || $* == --dry-run ]] || { echo "$(basename "$0" .sh): $*: takes only --dry-run" >&2 && exit 1; }
 # shellcheck source=/dev/null
 source "$(dirname "$0")/knobs.sh"
 temp_most=40 # characters: below it Ray makes sockets, whose paths may have 107
 environment=()
-# A head asks for the token that it finds, and a node shows it in this mode alone (Ray 2.60).
+# A head asks for the token that it finds, and a node shows it only in this mode (Ray 2.60).
 if [[ -f ~/.ray/auth_token || ${RAY_AUTH_TOKEN_PATH-}${RAY_AUTH_TOKEN-} ]]; then environment+=(RAY_AUTH_MODE=token); fi
 
 port() { # port NAME…: each must be one that Ray's head can have

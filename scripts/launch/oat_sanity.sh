@@ -86,7 +86,7 @@ esac
 templates=$(grep -oP '^    "\K\w+(?=": apply_)' "$oat/experiment/run_math_rl.py" | paste -sd, | sed 's/,/, /g')
 [[ ", $templates," == *", $TEMPLATE,"* ]] || refuse "TEMPLATE=$TEMPLATE: OAT $release has $templates"
 
-# The settings of the authors' scripts, which are alike but for the objective, the dtype and how often is evaluated:
+# The settings of the authors' scripts, which differ only in objective, dtype and evaluation interval:
 # oat/scripts/sanity of github.com/sail-sg/Precision-RL (October 2025). What is ours: docs/how-to/oat.md.
 settings=(
   --gpus "$GPUS" --collocate --vllm_sleep --vllm_gpu_ratio 0.6 --enable_prefix_caching
@@ -148,7 +148,7 @@ for name in "${names[@]}"; do
   IFS=- read -r algo precision seed <<<"$name"
   objective "$algo"
   attention=--flash-attn
-  if [[ $precision == fp32 ]]; then attention=--no-flash-attn; fi # it computes in 16 bits alone
+  if [[ $precision == fp32 ]]; then attention=--no-flash-attn; fi # it computes only in 16 bits
   command=("$OAT_PYTHON" -m oat.experiment.run_math_rl --precision "$precision" "$attention" "${chosen[@]}" "${settings[@]}"
     --seed "${seed#seed}" --wb_run_name "$name" "${further[@]}")
   if [[ $dry_run ]]; then

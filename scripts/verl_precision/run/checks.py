@@ -23,16 +23,12 @@ SAMPLE = 1000  # rows of a data file whose types are checked
 
 
 def check_start(job: "Job", config: "DictConfig", out: Path) -> dict:
-    """Check the job, its data and folder and, without a cluster, this machine, by all but verl's own validation.
+    """Return the content of ``run.json`` with which the run starts or resumes; refuse one that can do neither.
+
+    Checks the job, its data and folder and, without a cluster, this machine, by all but verl's own validation.
 
     Args:
         config: the job's whole configuration (``job.compose``).
-
-    Returns:
-        The content of ``run.json`` with which the run starts or resumes.
-
-    Raises:
-        Refused: it can do neither.
     """
     if config.trainer.total_training_steps is None:
         raise Refused("STEPS: is not set, neither on the command line nor in the experiment's file")

@@ -21,7 +21,7 @@ from verl_precision.run.cluster_query import CONNECT_S, REACH_S
 from verl_precision.run.job import Job
 from verl_precision.run.log import errors
 from verl_precision.run.machine import cpus_per_node
-from verl_precision.run.roles import engine_settings, used_roles
+from verl_precision.run.node_facts import engine_settings, used_roles
 
 if TYPE_CHECKING:
     from pathlib import Path

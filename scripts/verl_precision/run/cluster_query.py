@@ -121,8 +121,7 @@ def prove_nodes(nodes: list[tuple[dict, bool]], query: Mapping[str, Any], driver
 def join(address: str, runtime_env: Mapping[str, Any]) -> None:
     """Join the cluster within ``CONNECT_S``, or this process ends: Ray's own attempts cannot be interrupted.
 
-    Raises:
-        Refused: no cluster, or one of another Ray, Python or token.
+    Refuse a cluster of another Ray, Python or token.
     """
     import ray
 

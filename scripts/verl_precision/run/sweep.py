@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -33,7 +32,6 @@ VARIABLES = RUN_VARIABLES | {
     "SEED": "the seeds, default 1",
     "OUT": "the folder of all runs and reports, default outputs/compare/EXPERIMENT",
 }
-TAIL = 4  # last lines of a failed run that are shown again
 
 
 @dataclass(frozen=True)
@@ -143,50 +141,36 @@ def last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "it ended without a message")
 
 
-class SweepProgress:
-    """Prints which runs are finished and how many are left."""
-
-    def __init__(self, plan: SweepPlan):
-        self.plan, self.done = plan, list(plan.finished)
-        self.started = time.monotonic()
-
-    def print(self, text: str) -> None:
-        """Print a line with the time elapsed."""
-        elapsed = duration(time.monotonic() - self.started)
-        print(f"[{elapsed:>6}] {text}", flush=True)
-
-    def left(self, ahead: Sequence[SweepRun]) -> str:
-        """Return how many runs are ahead and how long they take, estimated from finished ones of the same objective."""
-        if not ahead:
-            return "none left"
-        if not self.done:
-            return f"{len(ahead)} left"
-        seconds: dict[str, list[float]] = {}
-        for run in self.done:
-            seconds.setdefault(run.objective, []).append(run.summary()["wall_s"])
-        every = [value for values in seconds.values() for value in values]
-        expected = sum(fmean(seconds.get(run.objective, every)) for run in ahead)
-        return f"{len(ahead)} left, about {duration(expected)}"
+def time_left(done: Sequence[SweepRun], ahead: Sequence[SweepRun]) -> str:
+    """Return how many runs are ahead and how long they take, estimated from finished ones of the same objective."""
+    if not ahead:
+        return "none left"
+    if not done:
+        return f"{len(ahead)} left"
+    seconds: dict[str, list[float]] = {}
+    for run in done:
+        seconds.setdefault(run.objective, []).append(run.summary()["wall_s"])
+    every = [value for values in seconds.values() for value in values]
+    expected = sum(fmean(seconds.get(run.objective, every)) for run in ahead)
+    return f"{len(ahead)} left, about {duration(expected)}"
 
 
-def run_one(run: SweepRun) -> tuple[int, deque[str]]:
-    """Run ``verl-precision run`` to its end. Return its exit code and its last lines.
+def run_one(run: SweepRun) -> int:
+    """Run ``verl-precision run`` to its end, show its output and return its exit code.
 
     Raises:
         KeyboardInterrupt: this process was interrupted; the run has ended in order.
     """
     command = [*PROGRAM, "run", *as_options(run.values)]
     process = start_child(command, Path.cwd(), os.environ, subprocess.PIPE)
-    tail: deque[str] = deque(maxlen=TAIL)
 
     def show_output() -> int:
         for line in filter(None, map(str.rstrip, process.stdout)):
-            tail.append(line.strip())
             print(f"  {line}", flush=True)
         return process.wait()
 
     try:
-        return show_output(), tail
+        return show_output()
     except KeyboardInterrupt:
         ignore_signals()
         process.send_signal(signal.SIGINT)
@@ -197,31 +181,33 @@ def run_one(run: SweepRun) -> tuple[int, deque[str]]:
 def run_sweep(plan: SweepPlan) -> SweepOutcome:
     """Start the planned runs that are not finished, until all are done or the sweep is interrupted."""
     interrupt_on_signals()
-    progress, failed, interrupted = SweepProgress(plan), [], False
-    total = len(plan.runs)
+    started, total = time.monotonic(), len(plan.runs)
+    done, failed, interrupted = [*plan.finished], [], False
     ahead = [run for run in plan.runs if run not in plan.finished]
-    progress.print(f"{len(progress.done)} of {total} runs are finished, {progress.left(ahead)}; all in {plan.out}")
+
+    def report(text: str) -> None:
+        print(f"[{duration(time.monotonic() - started):>6}] {text}", flush=True)
+
+    report(f"{len(done)} of {total} runs are finished, {time_left(done, ahead)}; all in {plan.out}")
     try:
         while ahead:
             current = ahead[0]
-            progress.print(f"run {total - len(ahead) + 1}/{total}: {current}")
-            code, tail = run_one(current)
+            report(f"run {total - len(ahead) + 1}/{total}: {current}")
+            code = run_one(current)
             ahead = ahead[1:]
             if code:
                 failed.append(current)
-                progress.print(f"{current} failed with exit code {code}, {progress.left(ahead)}")
-                print("\n".join(f"    {line}" for line in tail), flush=True)
-            else:
-                progress.done.append(current)
-                summary = current.summary()
-                first, last = (number(summary[name], ".3f") for name in ("reward_first", "reward_last"))
-                wall = duration(summary["wall_s"])
-                progress.print(f"{current}: reward {first} to {last} in {wall}; {progress.left(ahead)}")
+                report(f"{current} failed with exit code {code}, {time_left(done, ahead)}")
+                continue
+            done.append(current)
+            summary = current.summary()
+            rewards = " to ".join(number(summary[name], ".3f") for name in ("reward_first", "reward_last"))
+            report(f"{current}: reward {rewards} in {duration(summary['wall_s'])}; {time_left(done, ahead)}")
     except KeyboardInterrupt:
         interrupted = True
-        progress.print(f"interrupted, {len(progress.done)} of {total} runs are finished")
+        report(f"interrupted, {len(done)} of {total} runs are finished")
     finished: dict[str, list[tuple[str, Path]]] = {}
     for each in plan.runs:
-        if each in progress.done:
+        if each in done:
             finished.setdefault(each.objective, []).append((each.label, each.out))
     return SweepOutcome(finished, failed, interrupted)

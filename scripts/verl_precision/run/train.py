@@ -142,11 +142,7 @@ def causes(result: dict) -> list[str]:
 def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | None:
     """Describe the nodes or the worker that a run lost; None if the failure is its own.
 
-    Args:
-        reader: has read its log.
-
-    Raises:
-        Refused: the head of the cluster does not answer.
+    ``reader`` has read its log. Refused is raised if the head of the cluster does not answer.
     """
     until = time.monotonic() + NOTICED_S
     while job.cluster:

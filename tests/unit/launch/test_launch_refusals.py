@@ -60,7 +60,7 @@ REFUSED = {
     },
     "head": {
         "": "head: RAY=/no/such/ray: there is no such program",
-        "--dryrun": "head: --dryrun: takes --dry-run alone",
+        "--dryrun": "head: --dryrun: takes only --dry-run",
         "GPUS=all": "head: GPUS=all: must be a whole number",
         "PORT=80": "head: PORT=80: must be a port from 1024 to 65535",
         "PORT=70000": "head: PORT=70000: must be a port from 1024 to 65535",
@@ -92,7 +92,7 @@ def test_script_refuses_before_anything_is_queued(script, words, refusal, slurm,
     knobs, arguments = knobs_and_arguments(words)
     done = slurm.run(f"{script}.sh", *arguments, **({"DATA": parquet} | USUAL[script] | knobs))
     lines = done.stderr.splitlines()
-    if lines[-1].startswith("make: *** "):  # by the command of make, which prints lines of its own
+    if lines[-1].startswith("make: *** "):  # by make, which prints further lines
         lines.pop()
     else:
         assert done.returncode == 1 and done.stdout == ""

@@ -61,7 +61,7 @@ PODS = {
     "template!": {"spec!": {"containers!": [CONTAINER], "volumes": [(CLAIM, EMPTY)]}},
 }
 # KubeRay's ray.io/v1: ray-operator/apis/ray/v1/rayjob_types.go at 0057210 and raycluster_types.go at 026f143 of
-# ray-project/kuberay, of which its CRD, ray.io_rayjobs.yaml, is generated; the same fields in its reference for 1.7.1.
+# ray-project/kuberay, from which ray.io_rayjobs.yaml is generated. Its reference for 1.7.1 has the same fields.
 RAYJOB = {
     "apiVersion!": {"ray.io/v1"},
     "kind!": {"RayJob"},

@@ -74,7 +74,7 @@ def test_slurm_derives_the_default_out_from_the_knobs(slurm):
     ],
 )
 def test_slurm_requeues_a_lost_cluster_and_nothing_else(body, count, code, message, slurm):
-    """An exit code of 0 is not a success by itself, nor with an earlier run's summary."""
+    """An exit code of 0 is no success without a new summary."""
     out = slurm.folder / "out"
     out.mkdir()
     (out / "summary.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""FlowRL's settings, alone and composed by Hydra and checked by verl's own ``validate_config``, as in ``main_ppo``."""
+"""FlowRL's settings: built directly, and composed by Hydra and checked by verl's ``validate_config`` as for a run."""
 
 import os
 import re

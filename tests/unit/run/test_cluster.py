@@ -22,8 +22,7 @@ from verl_precision.patch.releases import VERL, find_release
 from verl_precision.run import cluster
 from verl_precision.run.cluster_query import join, wait_for_nodes
 from verl_precision.run.job import Job, compose, parse_job
-from verl_precision.run.node_facts import SAME_VERSIONS, difference, node_facts, refuse_driver
-from verl_precision.run.roles import engine_settings
+from verl_precision.run.node_facts import SAME_VERSIONS, difference, engine_settings, node_facts, refuse_driver
 
 RELEASE = find_release("0.9.1")
 FLOAT16 = {"dtype": "float16", "mixed_precision": None, "model_dtype": "fp32"}

@@ -68,7 +68,7 @@ NO_WEIGHTS = "StopIteration in _create_merged_loras_inplace (vllm/lora/model_man
 
 def test_recorded_failure_shows_its_root_cause():
     for name, death, cause in (
-        ("server-refuses-its-model", None, REFUSED_MODEL),  # main_ppo ends by itself
+        ("server-refuses-its-model", None, REFUSED_MODEL),  # main_ppo ends without help
         ("vllm-fails-to-take-weights", Death("vLLM failed", certain=True), NO_WEIGHTS),
         ("ray-has-no-room", NO_ROOM, None),
     ):

@@ -19,7 +19,7 @@ from verl_precision.paths import PROGRAM
 from verl_precision.run import sweep
 from verl_precision.run.folder import finished as is_finished
 from verl_precision.run.job import parse_job
-from verl_precision.run.sweep import SweepPlan, SweepProgress, SweepRun, plan_sweep, run_one, run_sweep
+from verl_precision.run.sweep import SweepPlan, SweepRun, plan_sweep, run_one, run_sweep, time_left
 from verl_precision.spelling import as_options
 
 # Replaces the command run: three quick steps, and in bf16 with seed 1 the second fails.
@@ -69,9 +69,8 @@ def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
     for run in done:
         write(run.out / "summary.json", json.dumps({"wall_s": seconds[run.objective]}).encode())
     ahead = [SweepRun(name, "fp16", "2", (), tmp_path / f"{name}-2") for name in ("grpo", "pg_is")]
-    progress = SweepProgress(SweepPlan("arithmetic", tmp_path, (*done, *ahead), done))
-    assert progress.left(ahead[:1]) == "1 left, about 1:00"
-    assert progress.left(ahead[1:]) == "1 left, about 5:30", "of an objective without a finished run: the mean of all"
+    assert time_left(done, ahead[:1]) == "1 left, about 1:00"
+    assert time_left(done, ahead[1:]) == "1 left, about 5:30", "of an objective without a finished run: the mean of all"
 
 
 @pytest.mark.parametrize(
@@ -114,12 +113,11 @@ def planned(root: Path) -> SweepPlan:
     return SweepPlan("sanity_cpu", root, every, tuple(run for run in every if is_finished(run.out)))
 
 
-def test_run_is_started_in_the_folder_of_the_command(tmp_path, replaced, monkeypatch):
+def test_run_is_started_in_the_folder_of_the_command(tmp_path, replaced, monkeypatch, capsys):
     """There TRAIN=data.parquet and MODEL=./folder are."""
     replaced("import os; print(os.getcwd())")
     monkeypatch.chdir(tmp_path)
-    code, tail = run_one(planned(tmp_path).runs[0])
-    assert (code, [*tail]) == (0, [str(tmp_path)])
+    assert run_one(planned(tmp_path).runs[0]) == 0 and capsys.readouterr().out == f"  {tmp_path}\n"
 
 
 def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, replaced):
@@ -141,7 +139,7 @@ def test_failed_run_is_named_and_does_not_stop_the_others(tmp_path, capsys, repl
         "grpo bf16 seed 2: reward 0.250 to 0.500 in 1:00; none left",
     ]
     assert lines.count("  step 3/3") == 3
-    assert lines.count("  the gradient of lm_head overflows") == lines.count("    step 2/3") == 1, "and its end again"
+    assert lines.count("  the gradient of lm_head overflows") == 1
 
     run_sweep(planned(tmp_path))
     attempts = {file.parent.name: file.read_text() for file in tmp_path.rglob("attempts")}

@@ -24,7 +24,6 @@ from verl_precision.run.folder import lock, start_record
 from verl_precision.run.job import Job, parse_job
 from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
-from verl_precision.run.temporary_folder import temporary_folder
 
 # Precedes each program that runs instead of main_ppo: run.json is rewritten by the watching process at each look.
 PRELUDE = """
@@ -308,15 +307,3 @@ def test_peak_memory_never_falls():
     tree.peak_gib = 1000.0
     tree.measure()
     assert tree.peak_gib == 1000
-
-
-def test_user_without_a_name_can_train(monkeypatch):
-    """As in a container that was started with another user's number."""
-
-    def unknown() -> str:
-        raise KeyError("getpwuid(): uid not found: 54321")
-
-    monkeypatch.setattr("getpass.getuser", unknown)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    with temporary_folder() as variables:
-        assert variables["TORCHINDUCTOR_CACHE_DIR"].endswith(f"/torchinductor_uid_{os.getuid()}")

@@ -25,33 +25,33 @@ from typing import TYPE_CHECKING
 from verl_precision.commands.run import check_run
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import installed_verl
+from verl_precision.patch.status import apply_command, status
 from verl_precision.paths import PACKAGE, PROGRAM, REPO
 from verl_precision.run.folder import choose_folder
 from verl_precision.run.job import VARIABLES as VARIABLES  # its options
 from verl_precision.run.job import Job, compose
 from verl_precision.run.job import parse_job as parse
-from verl_precision.run.node_facts import check_patched
 from verl_precision.spelling import as_options
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 CARRIED = ("configs", "patches", "recipes")  # of this project
-PACKAGED = "scripts/verl_precision"  # where a checkout has this package
+PACKAGED = "scripts/verl_precision"  # the place of this package in a checkout
 COMPILED = "__pycache__"
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS?|API_?KEY|ACCESS_?KEY(_ID)?)$")  # in a variable's name
 
 
 @contextmanager
 def cluster_errors(address: str) -> Iterator[None]:
-    """Refuse, in one line, where the cluster whose dashboard is at ``address`` does not answer."""
+    """Refuse, in one line, a cluster whose dashboard does not answer at ``address``."""
     import aiohttp
 
     try:
         yield
     except (RuntimeError, OSError, aiohttp.ClientError) as error:
         cause = " ".join(str(error).split())[:200]
-        advice = "where it is up, ray job list reports the state of its jobs"
+        advice = "if it is up, ray job list reports the state of its jobs"
         raise Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there ({cause}); {advice}") from error
 
 
@@ -75,7 +75,9 @@ def prepare(job: Job, scratch: Path) -> dict:
     if not job.carry:
         return {"entrypoint": shlex.join([*PROGRAM, "run", *options]), "runtime_env": {}}
     verl = installed_verl()
-    state = check_patched(verl.parent)
+    state = status(verl)
+    if state.state != "patched":
+        raise Refused(f"CARRY=yes: {verl}: {state.state}: {state.detail}; {apply_command(verl, state.series)}")
     for name in CARRIED:
         shutil.copytree(REPO / name, scratch / name, ignore=shutil.ignore_patterns(COMPILED))
     shutil.copytree(PACKAGE, scratch / PACKAGED, ignore=shutil.ignore_patterns(COMPILED, "project"))

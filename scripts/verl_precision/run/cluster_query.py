@@ -22,7 +22,7 @@ NOTICED_S = 30  # after which Ray's health checks have noticed that a node is go
 
 
 def node_name(node: Mapping[str, Any]) -> str:
-    """Return the name of a node of ``ray.nodes()``; Ray's own name is the address where none was set."""
+    """Return the name of a node of ``ray.nodes()``; Ray's default name is the address."""
     address = node["NodeManagerAddress"]
     name = node.get("NodeName") or address
     return f"{node['NodeManagerHostname'] if name == address else name} ({address})"
@@ -171,7 +171,7 @@ def main(address: str, request: str) -> None:
         send(answer=answer(address, json.loads(request), lambda text: send(progress=text)))
     except Refused as refusal:
         send(refused=str(refusal))
-    signal.alarm(LEAVE_S)  # Ray disconnects at exit, which may hang where the head is gone
+    signal.alarm(LEAVE_S)  # disconnecting at exit may hang if the head is gone
 
 
 if __name__ == "__main__":

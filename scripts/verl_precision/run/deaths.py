@@ -42,7 +42,7 @@ class Death:
     """Evidence that a job cannot continue.
 
     Attributes:
-        cause: the event, with the process where it is known.
+        cause: the event, with the process if it is known.
         certain: whether no further step can complete. Otherwise the process may have run a task, which Ray retries.
         line: the line of the log.
     """
@@ -110,7 +110,7 @@ class DeathReader:
 
 
 def lost_worker(reader: DeathReader, nodes: Iterable[dict] = ()) -> str | None:
-    """Describe the first worker whose process ended, by Ray's report in the log that ``reader`` has read; None without.
+    """Describe the first worker that ended, by Ray's report in the log that ``reader`` has read; None without a report.
 
     ``nodes`` are the facts of the cluster's nodes, for their names.
     """

@@ -53,18 +53,18 @@ STORAGE_ON_GPU_NODES = "++transfer_queue.backend.SimpleStorage.required_node_res
 
 # The variables of `make run`. The launch scripts pass them on in this order.
 VARIABLES = {
-    "EXPERIMENT": "what to train, default arithmetic, and gsm8k_1gpu where TRAIN is given: {experiment}",
+    "EXPERIMENT": "what to train, default arithmetic, or gsm8k_1gpu if TRAIN is given: {experiment}",
     "PRECISION": "the regime, default fp16: {precision}",
     "ALGO": "default grpo, dr_grpo without its divisions; ppo is GAE with a critic, pg_is REINFORCE with importance "
     "weights: {algo}",
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
-    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
+    "DEVICE": "cpu or cuda, default: cuda if there is a GPU",
     "STEPS": "training steps, default the experiment's (arithmetic: 26)",
     "SEED": "seed of the data order and of sampling, default 1; vLLM's samples still differ from run to run",
     "MODEL": "a folder or a name on the Hugging Face Hub, default the experiment's",
     "TRAIN": "a parquet file in verl's schema, default the experiment's",
     "VAL": "the same for validation, default TRAIN's",
-    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED (RECIPE where there is one), then …-2",
+    "OUT": "the run's folder, default outputs/EXPERIMENT/ALGO-PRECISION-seedSEED (RECIPE if there is one), then …-2",
     "RETRIES": "number of automatic resumes after a lost worker or node, default 2 on a cluster, else 0",
     "ARGS": "further Hydra overrides of verl in one string, e.g. 'trainer.n_gpus_per_node=2 trainer.save_freq=5'",
     "CARRY": "for make submit: yes (default) copies patched verl and this checkout to the nodes, no does not",
@@ -94,7 +94,7 @@ class Job:
 
     @property
     def generated(self) -> Path | None:
-        """The folder of the generated model and data where the job uses one: on a cluster one that all nodes share."""
+        """The folder of the generated model and data if the job uses one; on a cluster, one that all nodes share."""
         if self.experiment not in GENERATED or (self.model and self.train):
             return None
         return (self.out.parent / ".cache" if self.cluster and self.out else CACHE) / GENERATED[self.experiment]
@@ -189,7 +189,7 @@ class Job:
         return " ".join([f"cd {shlex.quote(str(WORK))} &&", *variables, shlex.join(self.command(out))])
 
     def generate_command(self) -> list[str]:
-        """Return the command that writes the model and data into ``generated`` where they are missing."""
+        """Return the command that writes the model and data into ``generated`` if they are missing."""
         task = GENERATED[self.experiment]
         prepare = ["recipes.recall.prepare"] if task == "recall" else ["recipes.arithmetic.prepare", "--task", task]
         return [sys.executable, "-m", *prepare, "--out", str(self.generated), "--seed", "1"]
@@ -227,7 +227,7 @@ def parse_job(words: list[str]) -> Job:
         retries=whole_number(values, "RETRIES", 0, 2 if cluster else 0),
         carry=one_of(values, "CARRY", ["yes", "no"], "yes") == "yes",
     )
-    if job.recipe and job.algo != "grpo":  # whose advantages the recipe would silently replace
+    if job.recipe and job.algo != "grpo":  # the recipe would silently replace its advantages
         raise Refused(f"ALGO={job.algo}: RECIPE={job.recipe} requires grpo")
     if job.out:
         check_room(job.out)

@@ -16,8 +16,8 @@ from verl_precision.facts.packages import package_folder
 from verl_precision.format import first_three
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.precision_module import load_precision, precision_file
-from verl_precision.patch.releases import VERL
-from verl_precision.patch.status import Status, apply_command, status
+from verl_precision.patch.releases import VERL, find_release
+from verl_precision.patch.stack import release_stacks
 from verl_precision.paths import REPO
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
 
 
 def used_roles(config: "DictConfig") -> "dict[str, DictConfig]":
-    """Return the settings of the actor, and of the ref and the critic where the job uses them."""
+    """Return the settings of the actor, and of ref and critic if the job uses them."""
     sys.path.append(str(REPO))  # for the recipes that verl imports
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
@@ -144,19 +144,20 @@ def roles_in_bf16(dtypes: Mapping[str, Mapping], rollout: str) -> list[str]:
     return roles + (["rollout"] if rollout == "bfloat16" else [])
 
 
-def check_patched(root: Path) -> Status:
-    """Return the state of the verl in ``root``; refuse one without this checkout's patches."""
-    state = status(root)
-    if state.state != "patched":
-        remedy = apply_command(root, state.series)
-        raise Refused(f"the verl in {root} is not patched with this checkout: {state.state}: {state.detail}; {remedy}")
-    return state
-
-
 def refuse_driver(driver: Mapping[str, Any]) -> None:
-    """Refuse a driver without a verl with this checkout's patches, and one whose verl was edited since."""
+    """Refuse a driver whose verl lacks this checkout's patches or was edited after it was patched.
+
+    A verl that a job of Ray carries has the stamp, and not the record beside the package that the patch tool reads.
+    """
     if not driver["verl"]:
         raise Refused("verl is not installed in the driver's environment")
-    if driver["tree"] != check_patched(Path(driver["root"])).stamp["tree"]:
-        root = driver["root"]
-        raise Refused(f"the verl in {root} was edited after it was patched; make status VERL={root} reports more")
+    advice = f"make status VERL={driver['root']} reports more"
+    if not driver["stack"]:
+        raise Refused(f"the driver's verl {driver['verl']} is not patched; {advice}")
+    stamp = json.loads((Path(driver["root"]) / VERL.stamp).read_text())
+    ours = [stack.id for stack in release_stacks(find_release(stamp["release"]))]
+    if driver["stack"] not in ours:
+        own = " or ".join(ours)
+        raise Refused(f"the driver's verl {driver['verl']} has stack {driver['stack']}, this checkout {own}; {advice}")
+    if driver["tree"] != stamp["tree"]:
+        raise Refused(f"the driver's verl {driver['verl']} was edited after it was patched; {advice}")

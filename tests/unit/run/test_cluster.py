@@ -67,7 +67,7 @@ def test_driver_without_a_patched_verl_is_refused(trees, facts, tmp_path):
     root = shutil.copytree(trees["pristine"], tmp_path / "reinstalled")
     seen = facts(root)
     assert (seen["verl"], seen["stack"], seen["tree"], seen["dtypes"]) == ("0.9.1", None, RELEASE.tree_before, {})
-    with pytest.raises(Refused, match=f"the verl in {root} is not patched with .*; make apply-patches VERL={root}"):
+    with pytest.raises(Refused, match=f"the driver's verl 0.9.1 is not patched; make status VERL={root}"):
         refuse_driver(seen)
     write(root / VERL.stamp, json.dumps({"release": "0.9.1", "stack": "54ad"}).encode())
     assert facts(root)["stack"] is None, "pip leaves the stamp where it reinstalls verl over a patched one"
@@ -79,6 +79,10 @@ def test_driver_without_a_patched_verl_is_refused(trees, facts, tmp_path):
     seen = facts(root, QUERY | {"engines": {}})
     with pytest.raises(Refused, match="was edited after it was patched"):
         refuse_driver(seen)
+    with pytest.raises(Refused, match=rf"has stack 0123, this checkout \w+ or {seen['stack']}"):
+        refuse_driver(seen | {"stack": "0123"})
+    shutil.copytree(trees["patched"] / "verl", tmp_path / "carried/verl")
+    refuse_driver(facts(tmp_path / "carried", QUERY | {"engines": {}}))  # make submit carries only the package
 
 
 def test_nodes_get_every_key_of_an_engine_that_may_decide_its_dtype(tmp_path):

@@ -49,7 +49,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
 
 def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
     imported(trees["pristine"])
-    with pytest.raises(Refused, match=f"^the verl in {trees['pristine']} is not patched .*; make apply-patches VERL="):
+    with pytest.raises(Refused, match=f"^CARRY=yes: {trees['pristine']}/verl: unpatched: "):
         submit.prepare(job, tmp_path)
     own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
     assert own["runtime_env"] == {} and own["entrypoint"].startswith(f"{sys.executable} {PACKAGE} run ")

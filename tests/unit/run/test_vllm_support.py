@@ -13,7 +13,7 @@ from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
-from verl_precision.facts import packages
+from verl_precision.facts import vllm_float16
 from verl_precision.facts.vllm_float16 import Float16Support, float16_support
 from verl_precision.files import write
 from verl_precision.probe.variants import check_vllm
@@ -82,7 +82,7 @@ def test_support_is_unknown_without_the_table_a_config_or_vllm(tmp_path, monkeyp
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     assert "owner/name has no config.json" in float16_support("owner/name").reason
     assert "has no model_type" in float16_support(str(folder(tmp_path, None))).reason
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(vllm_float16, "package_folder", lambda name, site: None)
     unknown = Float16Support(None, "no vLLM is installed here")
     assert float16_support(str(folder(tmp_path, "gemma2")), tmp_path) == unknown
 

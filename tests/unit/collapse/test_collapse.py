@@ -67,11 +67,9 @@ def test_pair_is_reported_and_described(tmp_path, capsys, monkeypatch):
             finished = [(each.label, each.out) for each in plan.runs[:number]]
             return SweepOutcome({"pg_is": finished}, list(plan.runs[number:]) if code == 1 else [], code == 130)
 
-        monkeypatch.setattr(grid, "run_sweep", sweep)
-        monkeypatch.setattr(grid, "find_finished", lambda runs: [])
-        monkeypatch.setattr(GridRun, "prepare_command", lambda self: ["true"])
+        monkeypatch.setattr(sweep, "run_sweep", run)
 
-    monkeypatch.setattr(sweep, "find_finished", lambda code, runs: [])
+    monkeypatch.setattr(sweep, "find_finished", lambda runs: [])
     words = ["SEED=3", "STEPS=20", f"OUT={tmp_path}", "DEVICE=cpu"]
     for code in (1, 130):
         run_first(1, code)

@@ -16,7 +16,7 @@ ALL = list(RELEASES)
 A, B, C = ([name for name in RELEASES if RELEASES[name].family == family] for family in "ABC")
 NEWEST = C[-1]
 # Of each family one, in `make test`; tests/conformance/verl runs the workers of all. `make test-quick` has the newest,
-# and what holds for several releases.
+# and what is common to several releases.
 TRIED = ("0.5.0", "0.7.1", NEWEST)
 ACTOR, REF, ROLLOUT = (f"actor_rollout_ref.{role}" for role in ("actor", "ref", "rollout"))
 ENGINE = f"{ACTOR}.fsdp_config"
@@ -38,7 +38,7 @@ class Case:
         refused: the line of the refusal; if empty, the config must be accepted. Like those below it is a pattern:
             ``*contradict*`` matches a part.
         effect: the effects of all findings by their keys; those of one key are joined.
-        mend: the mends of some findings by their keys.
+        fix: the fixes of some findings by their keys.
         scaled: the roles whose loss is scaled.
     """
 
@@ -51,7 +51,7 @@ class Case:
     refused: str = ""
     sentence: str = "*"
     effect: Mapping[str, str] | None = None
-    mend: Mapping[str, str] | None = None
+    fix: Mapping[str, str] | None = None
     scaled: str | None = None
 
     def check(self, release: str, state: str, examine: Examine) -> None:
@@ -66,11 +66,11 @@ class Case:
         assert {name: str(diagnosis.hops[name].effective_dtype) for name in expected} == expected
         if self.verdict or self.refused:
             assert diagnosis.verdict == (self.verdict or "refused"), diagnosis.sentence
-        effects, mends = {}, {finding.key: finding.mend for finding in diagnosis.findings}
+        effects, fixes = {}, {finding.key: finding.fix for finding in diagnosis.findings}
         for finding in diagnosis.findings:
             effects[finding.key] = f"{effects.get(finding.key, '')}{finding.effect}"
         assert self.effect is None or set(effects) == {key.format(**names) for key in self.effect}
-        for texts, patterns in ((effects, self.effect), (mends, self.mend)):
+        for texts, patterns in ((effects, self.effect), (fixes, self.fix)):
             for key, pattern in (patterns or {}).items():
                 assert_matches(texts[key.format(**names)], pattern.format(**names))
         scalers = {role: settings for role, settings in diagnosis.scaler.items() if settings}

@@ -28,7 +28,7 @@ class JobConfig:
     added_keys: frozenset[str] = frozenset()
 
     def get(self, path: str, default: Any = None) -> Any:
-        """Return the value at a dotted path; ``default`` where there is none, null, or ``???``, which is to be set."""
+        """Return the value at a dotted path; ``default`` where it is absent, null, or ``???``, which must be set."""
         value = select(self.values, path)
         return default if value in (None, "???") else value
 
@@ -42,14 +42,14 @@ class JobConfig:
 
 
 def select(values: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested dictionaries, None where there is none."""
+    """Return the value at a dotted path of nested dictionaries, None where it is absent."""
     for key in path.split("."):
         values = values.get(key) if isinstance(values, Mapping) else None
     return values
 
 
 def leaves(values: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted paths of all values that are no dictionaries, or empty ones."""
+    """Yield the dotted paths of all values except dictionaries that are not empty."""
     if isinstance(values, Mapping) and values:
         for key, value in values.items():
             yield from leaves(value, f"{path}.{key}" if path else str(key))
@@ -70,27 +70,26 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
     from omegaconf import OmegaConf
 
     main = root / "verl/trainer/config"
-    folders = [main, *sorted(root.glob("verl/experimental/*/config"))]
-    folder = next((each for each in folders if (each / f"{config_name}.yaml").exists()), None)
+    homes = [main, *sorted(root.glob("verl/experimental/*/config"))]
+    folder = next((each for each in homes if (each / f"{config_name}.yaml").exists()), None)
     if folder is None:
         raise Refused(f"--config-name={config_name}: {main} has no {config_name}.yaml")
-    parsed = parse_overrides(overrides)
-    groups = {group.name for group in CONFIGS.iterdir()} - {"precision"}
-    words = list(overrides)
+    parsed, words = parse_overrides(overrides), list(overrides)
+    own_groups = {group.name for group in CONFIGS.iterdir()} - {"precision"}
     search_path = [path for each in parsed if each.key_or_group == "hydra.searchpath" for path in each.value()]
     if not search_path:
         search_path = [f"file://{main}"] if folder != main else []
-        search_path += [f"file://{CONFIGS}"] if any(each.key_or_group in groups for each in parsed) else []
+        search_path += [f"file://{CONFIGS}"] if any(each.key_or_group in own_groups for each in parsed) else []
         words += [f"hydra.searchpath={search_path}"] if search_path else []
-    folders = [folder, *(Path(path.removeprefix("file://")) for path in search_path)]
     values = OmegaConf.to_container(compose_config(folder, words, config_name))
-    user_keys = {key for file in group_files(parsed, words, config_name, folders) for key in leaves(file)}
+    folders = [folder, *(Path(path.removeprefix("file://")) for path in search_path)]
+    added = {each.key_or_group for each in parsed if each.is_add() or each.is_force_add()}
+    groups = {name for name in added if any((each / name).is_dir() for each in folders)}
+    user_keys = group_keys(groups, words, config_name, folders) if groups else set()
     for each in parsed:
         if not each.is_delete() and not each.key_or_group.startswith("hydra"):
             user_keys |= set(leaves(each.value(), each.key_or_group))
-    added = {each.key_or_group for each in parsed if each.is_add() or each.is_force_add()}
-    added -= {group for group in added if is_group(group, folders)}
-    return JobConfig(values, frozenset(user_keys), frozenset(added))
+    return JobConfig(values, frozenset(user_keys), frozenset(added - groups))
 
 
 def parse_overrides(overrides: Sequence[str]) -> "list[Override]":
@@ -108,33 +107,22 @@ def parse_overrides(overrides: Sequence[str]) -> "list[Override]":
         raise Refused(f"ARGS: {Uncomposable(error)}; give overrides of main_ppo: key=value") from error
 
 
-def is_group(name: str, folders: Sequence[Path]) -> bool:
-    return any((folder / name).is_dir() for folder in folders)
-
-
-def group_files(
-    parsed: "Sequence[Override]", words: Sequence[str], config_name: str, folders: Sequence[Path]
-) -> list[dict]:
-    """Return the contents, each below its package, of the files that ``+group=name`` overrides bring into the config.
+def group_keys(groups: set[str], words: Sequence[str], config_name: str, folders: Sequence[Path]) -> set[str]:
+    """Return the keys that the files of these groups, and the files that those include, set.
 
     Args:
         words: the overrides as they are composed.
-        folders: where the groups are; the first is verl's own.
+        folders: where the groups are; the first is verl's.
     """
     from omegaconf import OmegaConf
 
-    groups = {each.key_or_group for each in parsed if each.is_add() and is_group(each.key_or_group, folders)}
-    if not groups:
-        return []
-    contents, brought = [], set()
+    keys, included = set(), set()
     for each in compose_defaults(folders[0], words, config_name):
         path = each.config_path or ""
-        if path.rpartition("/")[0] in groups or each.parent in brought:
-            brought.add(path)
+        if path.rpartition("/")[0] in groups or each.parent in included:
+            included.add(path)
             file = next(folder / f"{path}.yaml" for folder in folders if (folder / f"{path}.yaml").exists())
-            values = OmegaConf.to_container(OmegaConf.load(file)).items()
-            content = {key: value for key, value in values if key != "defaults"}
-            for key in reversed([part for part in (each.package or "").split(".") if part]):
-                content = {key: content}
-            contents.append(content)
-    return contents
+            content = OmegaConf.to_container(OmegaConf.load(file))
+            content.pop("defaults", None)
+            keys |= set(leaves(content, each.package or ""))
+    return keys

@@ -1,7 +1,7 @@
 """List, for each release of verl, the line that decides the dtype of each hop, and the key that it reads.
 
-``resolver.py`` applies it to a config. A release of which the table has no lines gets those of the release from which
-its stack was ported (``ported_from`` in versions.toml), wherever its files contain what they quote.
+``resolver.py`` applies the table to a config. A release without lines here gets those of the release that its stack was
+ported from (``ported_from`` in versions.toml), wherever its files contain the quoted text.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from functools import cached_property
 
 UNKNOWN = "unknown"
 
-# The patches by which a hop reads what a user sets; tests/unit/doctor/test_doctor_rules.py finds them in each series.
+# The patches that make a hop read what a user sets; tests/unit/doctor/test_doctor_rules.py finds them in each series.
 KEYS = "cfg-add-one-dtype-key-per-role"
 COMPUTE = "fsdp-compute-in-the-configured-dtype"
 SCALER = "fsdp-configure-the-loss-scaler"
@@ -26,21 +26,21 @@ LORA = "fsdp-train-lora-over-a-frozen-16-bit-base"
 
 @dataclass(frozen=True)
 class Key:
-    """A key that decides where it is set. With ``under``, where that node is set: the key's value then, or ``default``.
+    """A key that decides where it is set. With ``default``, where its node is set: its value then, or the default.
 
-    Without a leading ``actor_rollout_ref`` or ``reward`` it is below the engine of the rule's role.
+    Without a leading ``actor_rollout_ref`` it is below the engine of the rule's role.
     """
 
     path: str
-    under: str = ""
     default: str = ""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """A dtype that the code itself names."""
+    """A dtype that the code itself names; with ``sharded``, only for sharded weights: FSDP1 on one worker has none."""
 
     dtype: str
+    sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -51,21 +51,13 @@ class SameAs:
 
 
 @dataclass(frozen=True)
-class Sharded:
-    """A dtype to which sharded weights are cast; FSDP1 on one worker has whole ones, which leave in that of ``hop``."""
-
-    dtype: str
-    hop: str
-
-
-@dataclass(frozen=True)
 class Rule:
     """One line of the wheels that decides a hop.
 
     Args:
         hop: its name in the report, ``{role}`` for each of ``roles``.
         implementation: the code that runs: ``worker`` (``workers/fsdp_workers.py``), ``engine`` (the model engine),
-            ``megatron``, the name of a rollout, or "" for all.
+            ``megatron``, the name of a rollout or of a checkpoint engine, or "" for all.
         path: its file below ``verl/``.
         at: line numbers in the releases' wheels, ``0.4.1:298 0.5.0:343``.
         text: the content of that line, or a part of it.
@@ -79,7 +71,7 @@ class Rule:
     path: str
     at: str
     text: str
-    reads: tuple[Key | Fixed | SameAs | Sharded, ...]
+    reads: tuple[Key | Fixed | SameAs, ...]
     patch: str = ""
     roles: tuple[str, ...] = ("",)
     hook: str = ""
@@ -90,11 +82,12 @@ class Rule:
         return {release: int(line) for release, _, line in (each.partition(":") for each in self.at.split())}
 
 
-PARAM = Key("mixed_precision.param_dtype", under="mixed_precision", default="bfloat16")
-REDUCE = Key("mixed_precision.reduce_dtype", under="mixed_precision", default="float32")
+PARAM = Key("mixed_precision.param_dtype", default="bfloat16")
+REDUCE = Key("mixed_precision.reduce_dtype", default="float32")
 MASTER, DTYPE, ROLLOUT = Key("model_dtype"), Key("dtype"), Key("actor_rollout_ref.rollout.dtype")
 BF16, FP32 = Fixed("bfloat16"), Fixed("float32")
-SHARDS = Sharded("bfloat16", "actor.base")
+BASE = SameAs("actor.base")
+SHARDS = (Fixed("bfloat16", sharded=True), BASE)
 POLICY, TRAINED = ("actor", "ref"), ("actor", "critic")
 
 WORKERS, DP_ACTOR, DP_CRITIC = "workers/fsdp_workers.py", "workers/actor/dp_actor.py", "workers/critic/dp_critic.py"
@@ -175,20 +168,19 @@ RULES = (
     Rule("critic.compute", "megatron", MEGATRON, "0.6.1:1020 0.7.0:1158 0.7.1:1166",
          "PrecisionType.to_dtype(self.config.megatron.dtype)", (DTYPE,)),
     Rule("{role}.compute", "megatron", MEGATRON_ENGINE, "0.8.0:172 0.9.0:293 0.9.1:292",
-         "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), KEYS, POLICY, hook="workers/config/actor.py"),
-    Rule("critic.compute", "megatron", MEGATRON_ENGINE, "0.8.0:172 0.9.0:293 0.9.1:292",
-         "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), KEYS, hook="workers/config/critic.py"),
+         "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), KEYS, (*POLICY, "critic"),
+         hook="workers/config/actor.py"),  # as critic.py
     # The wire: the weights as they leave for the rollout.
     Rule("wire", "worker", "workers/sharding_manager/fsdp_vllm.py", "0.4.1:168 0.5.0:206",
-         "params = self.module.state_dict()", (SameAs("actor.base"),)),
+         "params = self.module.state_dict()", (BASE,)),
     Rule("wire", "worker", WORKERS, "0.6.0:657 0.6.1:672 0.7.0:697 0.7.1:771",
-         "params = self.actor_module_fsdp.state_dict()", (SameAs("actor.base"),)),
+         "params = self.actor_module_fsdp.state_dict()", (BASE,)),
     Rule("wire", "engine", ENGINE, "0.7.0:656 0.9.0:988 0.9.1:1016", "params = self.module.state_dict()",
-         (SameAs("actor.base"),)),
+         (BASE,)),
     Rule("wire", "engine", ENGINE, "0.7.1:770 0.8.0:841", ".full_tensor().to(torch.bfloat16, non_blocking=True)",
-         (SHARDS,), SEND),
+         SHARDS, SEND),
     Rule("wire", "merged LoRA", ENGINE, "0.8.0:841 0.9.0:1054 0.9.1:1082",
-         ".full_tensor().to(torch.bfloat16, non_blocking=True)", (SHARDS,), SEND),
+         ".full_tensor().to(torch.bfloat16, non_blocking=True)", SHARDS, SEND),
     Rule("wire", "delta_sharded", ENGINE, "0.9.0:916 0.9.1:944", "p = p.to(torch.bfloat16, non_blocking=True)",
          (BF16,), SEND),
     Rule("wire", "kimi_ckpt_engine", "checkpoint_engine/kimi_checkpoint_engine.py",

@@ -1,4 +1,4 @@
-"""Define a finding: a part of a configuration that is wrong or unknown, and the change that corrects it."""
+"""Define a finding: a part of a configuration that is wrong or unknown, and its fix."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,24 +14,28 @@ class Finding:
     """One thing that is wrong, or not known.
 
     Args:
-        key, value: what it is about.
+        key, value: the setting that it concerns.
         effect: what that does, a clause whose subject they are.
-        mend: the command or the override that fixes it.
-        applies: whether verl does with ``value`` what it requests.
+        fix: the command or the override that corrects it.
+        applies: whether verl does what ``value`` requests.
     """
 
     key: str
     value: Any
     effect: str
-    mend: str
+    fix: str
     applies: bool = True
 
     @property
     def unheeded(self) -> bool:
-        """True if a dtype was requested, by a key of its own or by a regime, misspelt or not, and does not apply."""
+        """True if a dtype was requested, by its key or by a regime, misspelt or not, and does not apply."""
         requests_dtype = self.key.rpartition(".")[2] in DTYPE_KEYS or self.value in options("precision")
         return requests_dtype and not self.applies
 
+    @property
+    def sentence(self) -> str:
+        return f"{self.key}{'' if self.value is None else f'={self.value}'} {self.effect}"
+
     def json(self) -> dict[str, Any]:
         """Return the finding in ``doctor --json``."""
-        return {"key": self.key, "value": self.value, "effect": self.effect, "mend": self.mend}
+        return {"key": self.key, "value": self.value, "effect": self.effect, "fix": self.fix}

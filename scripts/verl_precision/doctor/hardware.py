@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from verl_precision.doctor.config import parse_overrides
-from verl_precision.doctor.determinism import LEAST_CAPABILITY
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose, refused
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.tree import Tree
@@ -16,6 +15,7 @@ from verl_precision.words import gpu_present
 
 # The hops in whose dtype a GPU multiplies.
 COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute", "rollout.weights")
+LEAST_CAPABILITY = (8, 0)  # vLLM's documents; older GPUs get no batch-invariant matrix multiplication, and no error
 
 
 def gpus_here() -> tuple[Gpu, ...]:
@@ -32,8 +32,7 @@ def diagnose_on(gpus: tuple[Gpu, ...], tree: Tree, overrides: Sequence[str], con
     finding = preset_finding(gpus, overrides)
     if finding is None:
         return replace(diagnose(tree, overrides, config_name), gpus=gpus)
-    line = f"{finding.key}={finding.value} {finding.effect}"
-    return replace(refused(tree, line, (finding,)), sentence=f"{line}.", gpus=gpus)
+    return replace(refused(tree, finding.sentence, (finding,)), sentence=f"{finding.sentence}.", gpus=gpus)
 
 
 def preset_finding(gpus: tuple[Gpu, ...], overrides: Sequence[str]) -> Finding | None:
@@ -53,8 +52,7 @@ def preset_finding(gpus: tuple[Gpu, ...], overrides: Sequence[str]) -> Finding |
 
 def hardware_lines(diagnosis: Diagnosis) -> list[str]:
     """Return a line for each kind of GPU: what it computes natively, and which of the job's dtypes it emulates."""
-    effective = {name: hop.effective_dtype for name, hop in diagnosis.hops.items()}
-    in_bf16 = [name for name in COMPUTING if effective[name] == "bfloat16"]
+    in_bf16 = [name for name in COMPUTING if diagnosis.hops[name].effective_dtype == "bfloat16"]
     lines = []
     for gpu, count in Counter(diagnosis.gpus).items():
         line = f"{f'{count} x ' if count > 1 else ''}{gpu}: fp16 and fp32 native, bf16 "

@@ -2,11 +2,10 @@
 
 import re
 import sys
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-from verl_precision.doctor.diagnosis import Diagnosis, diagnose
+from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.resolver import MODEL
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
@@ -16,17 +15,12 @@ from verl_precision.run.job import NO_WORD, Job, culprit
 OVERRIDE = re.compile(r"\+?[\w.]+=")
 
 
-def installed_tree() -> Tree | None:
-    """Return the verl that this Python imports; None, with the reason on stderr, where it cannot be examined.
-
-    Your own verl may be trained without a network, from which a release would be had to compare it with.
-    """
-    return examined(installed_verl().parent)
-
-
 @cache
 def examined(root: Path) -> Tree | None:
-    """Examine the verl in ``root``; see :func:`installed_tree`."""
+    """Examine the verl in ``root``; None, with the reason on stderr, where that is not possible.
+
+    A changed verl may be trained without a network, where no release can be downloaded to compare it with.
+    """
     try:
         return identify_tree(root)
     except (Refused, OSError) as reason:
@@ -40,24 +34,17 @@ def ask_doctor(job: Job, out: Path) -> None:
     Raises:
         Refused: the doctor predicts that it ends before its first step is complete.
     """
-    if (tree := installed_tree()) is None:
+    if (tree := examined(installed_verl().parent)) is None:
         return
-
-    def diagnosis(each: Job) -> Diagnosis:
-        return diagnose(tree, each.overrides(out))
-
-    def reasons(jobs: Iterable[Job]) -> Iterable[str | None]:
-        return (diagnosis(each).refused for each in jobs)
-
-    found = diagnosis(job)
+    found = diagnose(tree, job.overrides(out))
     if found.refused is None:
         return
-    word = culprit(job, found.refused, reasons)
-    if found.findings:
-        finding = found.findings[0]
-        name = "MODEL" if job.model and finding.key == f"{MODEL}.path" else finding.key
-        mend = f"ARGS={finding.mend}" if OVERRIDE.match(finding.mend) else finding.mend
-        reason = f"{name}={finding.value} {finding.effect}; give {mend}"
-        known = word in (f"ARGS={finding.key}={finding.value}", NO_WORD)
-        raise Refused(reason if known else f"{word}: {reason}")
-    raise Refused(f"{word}: {found.sentence}")
+    word = culprit(job, found.refused, lambda jobs: (diagnose(tree, each.overrides(out)).refused for each in jobs))
+    if not found.findings:
+        raise Refused(f"{word}: {found.sentence}")
+    finding = found.findings[0]
+    name = "MODEL" if job.model and finding.key == f"{MODEL}.path" else finding.key
+    fix = f"ARGS={finding.fix}" if OVERRIDE.match(finding.fix) else finding.fix
+    reason = f"{name}={finding.value} {finding.effect}; give {fix}"
+    known = word in (f"ARGS={finding.key}={finding.value}", NO_WORD)
+    raise Refused(reason if known else f"{word}: {reason}")

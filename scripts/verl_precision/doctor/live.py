@@ -10,7 +10,6 @@ import re
 import socket
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +18,22 @@ import ray
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from verl_precision.doctor.resolver import KV_SPELLINGS
+from verl_precision.doctor.finding import Finding
+from verl_precision.doctor.resolver import KV_SPELLINGS, TRAINED
 from verl_precision.errors import Refused
 
-# verl's names of its actors: workers (single_controller/ray/base.py), alone, colocated or fused, and rollout servers.
+# verl's names of its actors: workers (single_controller/ray/base.py), single, colocated or fused, and rollout servers.
 WORKER = re.compile(r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$")
 SERVER = re.compile(r"^(vllm|sglang|trtllm)_?server_\d+_\d+|^async_llm_server_\d+$")
 PROGRESS_EVERY_S = 15.0
 KINDS = ("master", "base", "compute", "reduce", "optimizer", "autocast", "weights", "logits", "kv_cache")
+SEVERAL = " (ranks "
 
-# --- in the worker's process: these go there by value, and verl is that process's ------------------------------------
+# --- in the worker's process: pickled by value; `verl` is the worker's ------------------------------------------------
 
 
 def actor_models(actor: Any) -> list[dict]:
-    """Return the effective dtypes of each model of an actor of verl.
-
-    Args:
-        actor: a worker of any release, several of them in one ``WorkerDict``, or a vLLM server.
-    """
+    """Return the dtypes of each model of an actor: a worker, a ``WorkerDict`` of several, or a vLLM server."""
     if hasattr(vars(actor).get("engine"), "vllm_config"):
         models = [server_dtypes(actor.engine.vllm_config)]
     else:
@@ -74,7 +71,7 @@ def worker_models(key: str, worker: Any) -> list[dict]:
         part = attributes.get(attribute)
         if part is not None:  # up to 0.7.1 what computes for the worker, then a worker of an engine
             models.append(model_dtypes(role, vars(part).get("engine", part)))
-    if "engine" in attributes:  # it is the worker of an engine itself, as the critic is
+    if "engine" in attributes:  # an engine's worker, as the critic is
         models.append(model_dtypes(key if key in ("actor", "ref") else "critic", worker.engine))
     if "reward_module" in attributes:
         parameter = next(worker.reward_module.parameters())
@@ -83,11 +80,7 @@ def worker_models(key: str, worker: Any) -> list[dict]:
 
 
 def model_dtypes(role: str, part: Any) -> dict:
-    """Return the dtypes of one model and its optimizer, and its loss scaler.
-
-    Args:
-        part: an engine or, up to 0.7.1, a ``DataParallelPPOActor``.
-    """
+    """Return dtypes and loss scaler of a model: ``part`` is its engine or, up to 0.7.1, a ``DataParallelPPOActor``."""
     attributes = vars(part)
     kind = "critic" if role == "critic" else "actor"
     module = attributes.get("module", attributes.get(f"{kind}_module"))
@@ -144,144 +137,97 @@ def dtype_text(dtype: torch.dtype | str | None) -> str | None:
 # --- in the asking process --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The answers of a job's actors.
-
-    Args:
-        models: each model of each actor, as :func:`actor_models` returns it.
-        silent: the actors that had not answered when the query was interrupted.
-    """
-
-    models: list[dict]
-    silent: list[str]
-
-    def ranks(self, kind: str) -> dict[str, dict[str, list[int]]]:
-        """Return the ranks of each value of one kind, by role."""
-        ranks: dict[str, dict[str, list[int]]] = {}
-        for model in self.models:
-            if model.get(kind) is not None:
-                ranks.setdefault(model["role"], {}).setdefault(model[kind], []).append(model["rank"])
-        return ranks
-
-    @property
-    def hops(self) -> dict[str, str]:
-        """The effective dtypes by the doctor's names; where ranks differ, each value with its ranks.
-
-        What exists during a call alone is absent: the wire, logits, the export.
-        """
-        return {f"{role}.{kind}": joined(ranks) for kind in KINDS for role, ranks in self.ranks(kind).items()}
-
-    @property
-    def scaler(self) -> dict[str, dict | None]:
-        """The loss scalers of actor and critic; every rank has the same scale."""
-        scalers = {model["role"]: model.get("scaler") for model in self.models if model["role"] in ("actor", "critic")}
-        return {"actor": None, "critic": None} | scalers
-
-    @property
-    def deterministic(self) -> dict[str, bool]:
-        """Whether full_determinism is on in every process of a model."""
-        known = [(model["role"], model["deterministic"]) for model in self.models if "deterministic" in model]
-        return {role: all(on for other, on in known if other == role) for role, _ in known}
-
-    @property
-    def code(self) -> dict[str, list[int]]:
-        """The ranks by the release and stack that they run."""
-        ranks: dict[str, list[int]] = {}
-        for model in self.models:
-            ranks.setdefault(f"{model['verl']}, stack {model['stack']}", []).append(model["rank"])
-        return ranks
-
-    @property
-    def stacks(self) -> list[tuple[str, str | None]]:
-        """Each release and stack that runs: more than one if a node has another verl."""
-        return sorted({(model["verl"], model["stack"]) for model in self.models}, key=str)
+def by_role(models: Iterable[dict], kind: str) -> dict[str, list[dict]]:
+    """Return, by role, the models that have this kind of value."""
+    roles: dict[str, list[dict]] = {}
+    for model in models:
+        if model.get(kind) is not None:
+            roles.setdefault(model["role"], []).append(model)
+    return roles
 
 
-SEVERAL = " (ranks "
-OTHER = "the job runs another config, or another verl, than the one named here"
-ONE = "one verl and one stack on every node: make status VERL=… there"
-
-
-def diagnose_live(answers: Answers, hops: Iterable[str], static: dict | None) -> dict:
+def diagnose_live(models: list[dict], silent: list[str], hops: Iterable[str], static: dict | None) -> dict:
     """Return the diagnosis of a running job in the form of ``doctor --json``.
 
     Args:
-        hops: the doctor's, in its order; null where no worker has them between two calls.
+        models: of each actor that answered, as :func:`actor_models` returns them.
+        silent: the actors that had not answered when the query was interrupted.
+        hops: the doctor's, in its order; null where no worker has them between two calls: wire, logits, export.
         static: the doctor's diagnosis of the config that the job should run; each difference is a finding.
     """
-    dtypes = {hop: answers.hops.get(hop) for hop in (*hops, *(hop for hop in answers.hops if hop not in hops))}
-    findings = [
-        {
-            "key": hop,
-            "value": dtype,
-            "effect": f"is {dtype} in the workers, {expected} by this config",
-            "mend": OTHER,
-        }
-        for hop, dtype in dtypes.items()
-        if static and dtype is not None and hop in static["hops"]
-        if (expected := static["hops"][hop]) not in (dtype, KV_SPELLINGS.get(dtype, dtype))
-    ]
-    findings += [
-        {
-            "key": f"{part}'s full_determinism",
-            "value": live,
-            "effect": f"is {'on' if live else 'off'} in the workers, {'off' if live else 'on'} by this config",
-            "mend": OTHER,
-        }
-        for part, live in answers.deterministic.items()
-        if static and static["deterministic"].get(part, live) != live
-    ]
-    findings += [
-        {"key": key, "value": value, "effect": "is not the same on all ranks", "mend": ONE}
-        for key, value in {"verl": joined(answers.code), **answers.hops}.items()
-        if SEVERAL in value
-    ]
+    live = {}
+    for kind in KINDS:
+        for role, of in by_role(models, kind).items():
+            live[f"{role}.{kind}"] = joined((model[kind], model["rank"]) for model in of)
+    dtypes = dict.fromkeys(hops) | live
+    on = {role: all(each["deterministic"] for each in of) for role, of in by_role(models, "deterministic").items()}
+    findings = differences(live, on, static) if static else []
+    versions = joined((f"{model['verl']}, stack {model['stack']}", model["rank"]) for model in models)
+    for key, value in {"verl": versions, **live}.items():
+        if SEVERAL in value:
+            fix = "one verl and one stack on every node: make status VERL=… there"
+            findings.append(Finding(key, value, "on different ranks", fix))
     trainer, rollout = dtypes["actor.autocast"], dtypes["rollout.weights"]
     if trainer is None and static and dtypes["actor.compute"] == static["hops"]["actor.compute"]:
         trainer = static["hops"]["actor.autocast"]  # where it is fixed in the forward pass
-    if not trainer or not rollout or answers.silent:
-        absent = ", ".join(answers.silent) or ("the actor's autocast" if rollout else "a rollout server of vLLM")
+    if not trainer or not rollout or silent:
+        absent = ", ".join(silent) or ("the actor's autocast" if rollout else "a rollout server of vLLM")
         verdict, sentence = "unknown", f"no answer of {absent}"
     elif findings or trainer != rollout:
         requested = not findings and static is not None and static["verdict"] == "asked"
         verdict = "asked" if requested else "differ"
         sentence = f"the trainer computes in {trainer}, the rollout in {rollout}"
-        sentence += f"; {findings[0]['key']} {findings[0]['effect']}" if findings else ""
+        sentence += f"; {findings[0].sentence}" if findings else ""
     else:
         verdict, sentence = "agree", f"trainer and rollout compute in {trainer}"
+    stacks = sorted({(model["verl"], model["stack"]) for model in models}, key=str)
+    scalers = {role: of[0]["scaler"] for role, of in by_role(models, "scaler").items()}  # equal on all ranks
     return {
-        "verl": [{"release": release, "stack": stack} for release, stack in answers.stacks],
+        "verl": [{"release": release, "stack": stack} for release, stack in stacks],
         "hops": dtypes,
-        "scaler": answers.scaler,
-        "deterministic": answers.deterministic,
-        "findings": findings,
+        "scaler": {role: scalers.get(role) for role in TRAINED},
+        "deterministic": on,
+        "findings": [finding.json() for finding in findings],
         "refused": None,
         "verdict": verdict,
-        "sentence": f"{len(answers.models)} models of the running job: {sentence}",
+        "sentence": f"{len(models)} models of the running job: {sentence}",
     }
 
 
-def joined(ranks: Mapping[str, list[int]]) -> str:
-    """Return the one value of all ranks, or each value with its ranks."""
+def differences(live: Mapping[str, str], deterministic: Mapping[str, bool], static: dict) -> list[Finding]:
+    """Return the dtypes and the determinism of the workers that are not those of the config."""
+    parts = {f"{part}'s full_determinism": on for part, on in deterministic.items()}
+    expected = static["hops"] | {f"{part}'s full_determinism": on for part, on in static["deterministic"].items()}
+    fix = "the job runs another config, or another verl, than the one named here"
+    return [
+        Finding(key, value, f"in the workers, {expected[key]} by this config", fix)
+        for key, value in (live | parts).items()
+        if key in expected and expected[key] not in (value, KV_SPELLINGS.get(value, value))
+    ]
+
+
+def joined(values: Iterable[tuple[str, int]]) -> str:
+    """Return the one value of all ranks, or each value with its ranks, from pairs of a value and a rank."""
+    ranks: dict[str, set[int]] = {}
+    for value, rank in values:
+        ranks.setdefault(value, set()).add(rank)
     if len(ranks) == 1:
         return next(iter(ranks))
-    return "; ".join(f"{value}{SEVERAL}{', '.join(map(str, sorted(set(each))))})" for value, each in ranks.items())
+    return "; ".join(f"{value}{SEVERAL}{', '.join(map(str, sorted(of)))})" for value, of in ranks.items())
 
 
-def query_job() -> Answers:
-    """Query every worker and vLLM server of verl in the running cluster: RAY_ADDRESS, else this machine's.
+def query_job() -> tuple[list[dict], list[str]]:
+    """Query every worker and vLLM server of verl in the cluster of RAY_ADDRESS, or in this machine's.
 
-    Progress goes to stderr. Ctrl-C returns the answers so far.
+    Progress goes to stderr. Ctrl-C returns the answers so far: the models, and the names of the other actors.
 
     Raises:
         Refused: no cluster or several, one of another Ray or Python, or no worker of verl in it.
     """
     where = cluster_address()
-    # Ray hands this machine's token to a cluster that it finds by itself alone, and asks for one since 2.59.
-    address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+        # Ray sends this machine's token, which 2.59 requires, only to a cluster that it found itself: "auto".
+        ray.init(address=os.environ.get("RAY_ADDRESS") or "auto", logging_level="ERROR", log_to_driver=False)
     except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or without its token
         why = " ".join(str(error).split())
         advice = "a cluster that requires a token needs RAY_AUTH_MODE=token"
@@ -322,10 +268,10 @@ def is_verl_actor(name: str) -> bool:
     return bool(WORKER.search(name) or SERVER.search(name))
 
 
-def query_actors(actors: Mapping[str, Any]) -> Answers:
+def query_actors(actors: Mapping[str, Any]) -> tuple[list[dict], list[str]]:
     """Query all actors at once; each answers when its current call ends."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    # By keyword: where verl cannot be imported here, Ray knows the names of an actor's methods alone.
+    # By keyword: where verl cannot be imported here, Ray knows no signatures of an actor's methods.
     waiting = {actor.__ray_call__.remote(fn=actor_models): name for name, actor in actors.items()}
     models: list[dict] = []
     try:
@@ -338,4 +284,4 @@ def query_actors(actors: Mapping[str, Any]) -> Answers:
                 del waiting[reference]
     except KeyboardInterrupt:
         pass
-    return Answers(models, sorted(waiting.values()))
+    return models, sorted(waiting.values())

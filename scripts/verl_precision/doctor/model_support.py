@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import MODEL, ROLLOUT, DtypeResolver
+from verl_precision.doctor.resolver import MODEL, ROLLOUT, DtypeResolver, server_dtype
 from verl_precision.facts.models import config_file, read_config
 from verl_precision.facts.packages import package_folder
-from verl_precision.facts.vllm_float16 import version
+from verl_precision.facts.vllm_float16 import Float16Support, float16_support, version, ways_out
 
 KV_HEADS = "num_key_value_heads"
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
@@ -19,25 +19,54 @@ ALL_SLIDING = ("mistral", "starcoder2")  # without layer_types; other types then
 OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
 
 
-def unsupported_models(resolver: DtypeResolver) -> Iterator[Finding]:
+def float16_servers(job: DtypeResolver) -> Iterator[tuple[str, str, Float16Support]]:
+    """Yield the keys of dtype and model of each vLLM that the job starts in float16, and whether it runs that model."""
+    keys = []
+    if job.server == "vllm" and job.effective_dtype("rollout.logits") == "float16":
+        keys.append((job.rollout_dtype_key, f"{MODEL}.path"))
+    key = job.reward_server_key() if job.uses("reward_model") else None
+    if key and job.get(key.replace(".dtype", ".name")) == "vllm" and server_dtype(job.get(key)) == "float16":
+        node = key.removesuffix(".rollout.dtype")
+        keys.append((key, f"{node}.model.path" if node == "reward_model" else f"{node}.model_path"))
+    for dtype_key, model_key in keys:
+        yield dtype_key, model_key, float16_support(str(job.get(model_key)), job.tree.root)
+
+
+def float16_refusals(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the dtypes of vLLM servers that refuse their model in float16."""
+    for key, _, support in float16_servers(job):
+        if support.supported is False:
+            effect = f"ends the job at its start: {support.reason}"
+            yield Finding(key, job.get(key), effect, ways_out(key=key))
+
+
+def float16_doubts(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the models that the user set for a vLLM server in float16, where it is not known whether that runs them."""
+    for _, key, support in float16_servers(job):
+        if support.supported is None and key in job.config.user_keys:
+            effect = f"may be a model that vLLM refuses in float16; it is not known: {support.reason}"
+            fix = "make doctor VERL=SITE-PACKAGES of an environment with the job's vLLM, and the model's folder"
+            yield Finding(key, job.get(key), effect, fix)
+
+
+def unsupported_models(job: DtypeResolver) -> Iterator[Finding]:
     """Yield the model where the actor's worker or the rollout server would end on it.
 
     Yields nothing where its config.json is not on this machine.
     """
-    model = str(resolver.config.get(f"{MODEL}.path"))
+    model = str(job.get(f"{MODEL}.path"))
     if (file := config_file(model)) is None:
         return
     outer = read_config(file)
     config = outer.get("text_config") or outer
-    on_fsdp = resolver.on_fsdp("actor")
-    reasons = [missing_kv_heads(config, resolver.tree.root)] if on_fsdp else []
-    if resolver.server == "vllm" and (vllm := package_folder("vllm", resolver.tree.root)):
+    on_fsdp = job.on_fsdp("actor")
+    reasons = [missing_kv_heads(config, job.tree.root)] if on_fsdp else []
+    if job.server == "vllm" and (vllm := package_folder("vllm", job.tree.root)):
         if on_fsdp:  # Megatron's weights are sent by vLLM's names
-            reasons.append(mixtral_weights(config, vllm, resolver.tree.root))
-        if resolver.config.get("trainer.device") == "cpu":
+            reasons.append(mixtral_weights(config, vllm, job.tree.root))
+        if job.get("trainer.device") == "cpu":
             reasons.append(latent_attention(config, vllm))
-            given = resolver.config.get(ENGINE, {})
-            if reason := sliding_window_blocks(config, given, vllm):
+            if reason := sliding_window_blocks(config, job.get(ENGINE, {}), vllm):
                 yield Finding(f"{MODEL}.path", model, reason, f"+{ENGINE}.block_size=16")
     for reason in filter(None, reasons):
         yield Finding(f"{MODEL}.path", model, reason, OTHER)
@@ -54,10 +83,7 @@ def missing_kv_heads(config: Mapping[str, Any], site: Path) -> str | None:
 
 
 def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | None:
-    """Return why vLLM cannot load what verl sends of a Mixtral.
-
-    transformers 5 names its experts ``mlp.experts``, and vLLM's loader knows ``block_sparse_moe`` only.
-    """
+    """Return why vLLM cannot load a Mixtral's weights: its loader knows no ``mlp.experts``, transformers 5's name."""
     source, package = vllm / "model_executor/models/mixtral.py", package_folder("transformers", site)
     if config.get("model_type") != "mixtral" or package is None or not source.exists():
         return None
@@ -82,12 +108,10 @@ def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
 
 
 def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], vllm: Path) -> str | None:
-    """Return why vLLM's CPU build ends at the first generation of a model all of whose layers have a sliding window.
+    """Return why vLLM's CPU build ends at the first generation if all layers of a model have a sliding window.
 
-    Their KV cache gets blocks of 16 tokens, and the kernel is chosen for those of the cache's configuration, 128.
-
-    Args:
-        given: vLLM's own options.
+    Their KV cache gets blocks of 16 tokens, but the kernel is chosen for the cache's configured size, 128. ``given``
+    are vLLM's options.
     """
     source = vllm / "model_executor/layers/attention/attention.py"
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None

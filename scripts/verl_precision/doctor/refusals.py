@@ -8,153 +8,119 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from verl_precision.doctor import dtype_rules
-from verl_precision.doctor.config import select
-from verl_precision.doctor.dtype_rules import rule_for
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.lora_findings import refused_rank
-from verl_precision.doctor.megatron_findings import refused_optimizer
-from verl_precision.doctor.metric_findings import refused_frequency
-from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, Unreadable
+from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver
+from verl_precision.doctor.rollout_findings import BYPASS, MISMATCH_FREQ, mismatch_freq
+from verl_precision.doctor.trainer_findings import lora_ranks
 from verl_precision.doctor.tree import Tree
 
-# The ends of keys that some verl does not have, and which patch brings them.
+# The ends of keys that some verl does not have, and the patch that adds them.
 PATCHED_KEYS = {
     r"\.grad_scaler(\.\w+)?": dtype_rules.SCALER,
     r"\.keep_fp32_modules": dtype_rules.KEEP,
     r"\.report_dtypes": dtype_rules.REPORT,
     r"(_ref\.(actor|ref)|critic|reward_model)(\.model)?(\.fsdp_config|\.fsdp|\.megatron)?\.dtype": dtype_rules.KEYS,
 }
-SERVERS = f"{ROLLOUT}.name=vllm, sglang or trtllm"
 LEGACY_CRITIC, ENGINE_CRITIC = "critic.model.fsdp_config.", "critic.fsdp."
 
 
-def refusal(resolver: DtypeResolver) -> str | None:
+def refusal(job: DtypeResolver) -> str | None:
     """Return the line with which the driver or the first worker would refuse the configuration; None without one."""
-    patched = resolver.tree.precision
     try:
-        if patched and resolver.legacy:  # its driver checks before it makes dataclasses
-            patched.check_workers(resolver.config.values)
-        if line := unknown_field(resolver) or refused_rank(resolver) or refused_frequency(resolver):
-            return line
-        if patched and not resolver.legacy:
-            check_engines(resolver)
-        for role in ROLES:
-            if resolver.uses(role):
-                for what in ("master", "compute", "autocast", "reduce"):
-                    if rule_for(f"{role}.{what}", resolver.implementation(role), resolver.tree.table):
-                        resolver.resolve(f"{role}.{what}")
-    except (ValueError, TypeError) as error:
+        return next(errors(job), None)
+    except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
-    except Unreadable as error:
-        return str(error)
-    return unrunnable(resolver)
 
 
-def unrunnable(resolver: DtypeResolver) -> str | None:
-    """Return the line with which upstream's own checks end a job that its configuration lets start."""
-    get, release = resolver.config.get, resolver.release
-    if resolver.server == "hf" and not release.has("hf_rollout"):
-        return f"AssertionError: Rollout hf with mode {get(f'{ROLLOUT}.mode', 'sync')} not found"
-    for role in ("actor", "critic"):
-        if not resolver.uses(role) or resolver.implementation(role) != "megatron":
-            continue
-        if line := refused_optimizer(resolver, role):
-            return line
-        if resolver.legacy:
-            bridged = get(f"{resolver.engine_node(role)}.use_mbridge")
-            if resolver.effective_dtype(f"{role}.compute") == "float16" and not bridged:
-                return "AssertionError: fp16 mode requires use_mbridge to be True"
-    if line := refused_quantization(resolver):
-        return line
-    engine_critic = resolver.uses("critic") and resolver.implementation("critic") == "engine"
-    if engine_critic and release.has("engine_critic_fails"):
-        return "AttributeError: 'FSDPCriticModelCfg' object has no attribute 'hf_config'"
-    return None
+def errors(job: DtypeResolver) -> Iterator[str]:
+    """Yield the errors of verl's own checks, in their order.
+
+    Raises:
+        ValueError, TypeError: the error of a patched tree's module.
+        RuntimeError: that of a worker on the value of a dtype key.
+    """
+    get, patched = job.get, job.tree.precision
+    if patched and job.legacy:  # its driver checks before it makes dataclasses
+        patched.check_workers(job.config.values)
+    yield from unknown_fields(job)
+    for key, rank in lora_ranks(job).items():
+        if not isinstance(rank, int):
+            yield f"TypeError: {key}={rank} must be a whole number, 0 to train without adapters"
+    freq = mismatch_freq(job)
+    if not isinstance(freq, int) and get(BYPASS):
+        yield f"ValueError: {MISMATCH_FREQ}={freq} must be a whole number of steps, or -1 to measure none"
+    if patched and not job.legacy:
+        check_engines(job)
+    for role in job.used(*ROLES):
+        for what in ("master", "compute", "autocast", "reduce"):
+            if job.rule(f"{role}.{what}", job.implementation(role)):
+                job.resolve(f"{role}.{what}")
+    if job.server == "hf" and not job.release.has("hf_rollout"):
+        yield f"AssertionError: Rollout hf with mode {get(f'{ROLLOUT}.mode', 'sync')} not found"
+    engine_critic = job.uses("critic") and job.implementation("critic") == "engine"
+    if engine_critic and job.release.has("engine_critic_fails"):
+        yield "AttributeError: 'FSDPCriticModelCfg' object has no attribute 'hf_config'"
 
 
-def unknown_strategies(resolver: DtypeResolver) -> Iterator[Finding]:
-    """Yield the strategies that no engine of this verl has."""
-    files = sorted((resolver.tree.root / "verl/workers/engine").glob("*/*.py"))
-    quoted = [re.findall(r"EngineRegistry\.register\(.*backend=(\[.*?\]|\".*?\")", file.read_text()) for file in files]
-    known = {"fsdp", "fsdp2", "megatron", *re.findall(r'"(\w+)"', " ".join(sum(quoted, [])))}
-    for role in ROLES:
-        key = f"{ROLES[role]}.strategy"
-        if resolver.uses(role) and (value := resolver.config.get(key, "fsdp")) not in known:
-            choices = f"{key}=fsdp or fsdp2; of another model_engine: {', '.join(sorted(known - {'fsdp', 'fsdp2'}))}"
-            yield Finding(key, value, f"is no strategy of {resolver.tree.name}", choices)
-
-
-def missing_rollout(resolver: DtypeResolver, line: str) -> Iterator[Finding]:
-    """Yield the rollout that this verl does not have, where ``line`` refuses it."""
-    if f"Rollout {resolver.server} " in line:
-        yield Finding(f"{ROLLOUT}.name", resolver.server, f"is no rollout of {resolver.tree.name}", SERVERS)
-
-
-def refused_quantization(resolver: DtypeResolver) -> str | None:
-    """Return the line with which the release's server refuses to quantize, read from its file; None without one."""
-    get, tree = resolver.config.get, resolver.tree
-    rule = rule_for("rollout.weights", f"{resolver.server} async", tree.table)
-    value = get(f"{ROLLOUT}.quantization")
-    if rule is None or not resolver.served or not (tree.root / "verl" / rule.path).exists():
-        return None
-    if resolver.trained_quantization:
-        path = get(f"{ROLLOUT}.qat.quantization_config_path")
-        return None if path else "ValueError: quantization_config_path is required when QAT is enabled"
-    source = (tree.root / "verl" / rule.path).read_text()
-    listed = re.search(r"_SUPPORTED_QUANTIZATION = (\[.*\])", source)
-    known = ast.literal_eval(listed[1]) if listed else re.findall(r"Currently only support (\w+) quantization", source)
-    if value is None or not known or value in known:
-        return None
-    return f"ValueError: Currently only support {known if listed else known[0]} quantization, got: {value}"
-
-
-def check_engines(resolver: DtypeResolver) -> None:
+def check_engines(job: DtypeResolver) -> None:
     """Check the configuration as the driver of a patched tree with the model engine does, by its own module, in order.
 
     Raises:
         ValueError, TypeError: the driver's refusal.
     """
-    module, config = resolver.tree.precision, resolver.config
-    check_role(resolver, "actor")
-    if module.run_requests_precision(config.values):
-        module.check_rollout_dtype(config.get(f"{ROLLOUT}.dtype"))
-        if resolver.uses("ref"):
-            resolver.engine_config("ref")
-    if resolver.uses("critic"):
-        check_role(resolver, "critic")
+    module = job.tree.precision
+
+    def check(role: str) -> None:
+        made = SimpleNamespace(strategy=job.get(f"{ROLES[role]}.strategy"), engine=job.engine_config(role))
+        module.check_master_dtype(ROLES[role], made, int(job.trains_adapters(role)))
+
+    check("actor")
+    if module.run_requests_precision(job.config.values):
+        module.check_rollout_dtype(job.get(f"{ROLLOUT}.dtype"))
+        if job.uses("ref"):
+            job.engine_config("ref")
+    if job.uses("critic"):
+        check("critic")
 
 
-def check_role(resolver: DtypeResolver, role: str) -> None:
-    """Check a trained role's engine and its master weights."""
-    made = SimpleNamespace(strategy=resolver.config.get(f"{ROLES[role]}.strategy"), engine=resolver.engine_config(role))
-    resolver.tree.precision.check_master_dtype(ROLES[role], made, int(resolver.trains_adapters(role)))
+def unknown_strategies(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the strategies that no engine of this verl has."""
+    files = sorted((job.tree.root / "verl/workers/engine").glob("*/*.py"))
+    quoted = [re.findall(r"EngineRegistry\.register\(.*backend=(\[.*?\]|\".*?\")", file.read_text()) for file in files]
+    known = {"fsdp", "fsdp2", "megatron", *re.findall(r'"(\w+)"', " ".join(sum(quoted, [])))}
+    for role in job.used(*ROLES):
+        key = f"{ROLES[role]}.strategy"
+        if (value := job.get(key, "fsdp")) not in known:
+            choices = f"{key}=fsdp or fsdp2; of another model_engine: {', '.join(sorted(known - {'fsdp', 'fsdp2'}))}"
+            yield Finding(key, value, f"is no strategy of {job.tree.name}", choices)
 
 
-def unknown_field(resolver: DtypeResolver) -> str | None:
-    """Return the error of a dataclass of verl's on a key that it does not have; the yaml alone takes any with ``+``."""
-    classes = config_classes(resolver.tree.root)
-    values = resolver.config.values
-    for role, path in {**ROLES, "rollout": ROLLOUT}.items():
-        if role != "rollout" and not resolver.uses(role):
-            continue
-        below = [each for each in resolver.config.user_keys if each.startswith(f"{path}.")]
+def missing_rollout(job: DtypeResolver, line: str) -> Iterator[Finding]:
+    """Yield the rollout that this verl does not have, where ``line`` refuses it."""
+    if f"Rollout {job.server} " in line:
+        fix = f"{ROLLOUT}.name=vllm, sglang or trtllm"
+        yield Finding(f"{ROLLOUT}.name", job.server, f"is no rollout of {job.tree.name}", fix)
+
+
+def unknown_fields(job: DtypeResolver) -> Iterator[str]:
+    """Yield the errors of verl's dataclasses on keys that they do not have; the yaml files accept any with ``+``."""
+    classes = config_classes(job.tree.root)
+    for path in [*(ROLES[role] for role in job.used(*ROLES)), ROLLOUT]:
+        below = [each for each in job.config.user_keys if each.startswith(f"{path}.")]
         for key in sorted(below, key=lambda each: (-each.count("."), each)):  # Hydra makes the inner ones first
             parts = key.split(".")
-            nodes = ((end, select(values, ".".join(parts[:end]))) for end in range(len(parts) - 1, path.count("."), -1))
-            for end, node in nodes:
-                target = node.get("_target_") if isinstance(node, Mapping) else None
-                if target is None:
-                    continue
-                name = target.rpartition(".")[2]
-                fields = class_fields(name, classes) if target.startswith("verl.") else None
-                # The ref's worker renames its log_prob_ keys, and a legacy one makes no dataclass of the role's own.
-                own_ref = path == ROLES["ref"] == ".".join(parts[:end])
-                if own_ref and (resolver.legacy or "log_prob_" in parts[end]):
-                    break
-                if fields is not None and parts[end] not in fields:
-                    return f"TypeError: {name}.__init__() got an unexpected keyword argument '{parts[end]}'"
-                break
-    return None
+            nodes = [".".join(parts[:end]) for end in range(len(parts) - 1, path.count("."), -1)]
+            node = next((node for node in nodes if job.config.has(f"{node}._target_")), None)
+            if node is None:
+                continue
+            target, field = job.get(f"{node}._target_"), key.removeprefix(f"{node}.").partition(".")[0]
+            # The ref's worker renames its log_prob_ keys, and a legacy one makes no dataclass of its role.
+            if node == ROLES["ref"] and (job.legacy or "log_prob_" in field):
+                continue
+            name = target.rpartition(".")[2]
+            fields = class_fields(name, classes) if target.startswith("verl.") else None
+            if fields is not None and field not in fields:
+                yield f"TypeError: {name}.__init__() got an unexpected keyword argument '{field}'"
 
 
 def config_classes(root: Path) -> dict[str, ast.ClassDef]:
@@ -182,27 +148,26 @@ def class_fields(name: str, classes: Mapping[str, ast.ClassDef]) -> set[str] | N
 
 
 def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequence[str]) -> Iterator[Finding]:
-    """Yield the overrides that a refusal is about: which patch brings the key, where it is here, or what is near it.
+    """Yield the overrides that a refusal is about: which patch adds the key, where it is here, or what is near it.
 
     Args:
         line: the refusal.
         known: the keys of this verl's configuration, where that did not compose.
     """
     legacy = tree.release.has("legacy_workers")
+    absent, present = (ENGINE_CRITIC, LEGACY_CRITIC) if legacy else (LEGACY_CRITIC, ENGINE_CRITIC)
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if not any(f"'{part}'" in line for part in (key, *key.split("."))):
             continue
         patch = next((patch for end, patch in PATCHED_KEYS.items() if re.search(f"{end}$", key)), None)
         near = difflib.get_close_matches(key, known, n=1)
-        if legacy and key.startswith(ENGINE_CRITIC):
-            mend = f"{key.replace(ENGINE_CRITIC, LEGACY_CRITIC, 1)}={value}"
-        elif not legacy and key.startswith(LEGACY_CRITIC):
-            mend = f"{key.replace(LEGACY_CRITIC, ENGINE_CRITIC, 1)}={value}"
+        if key.startswith(absent):
+            fix = f"{key.replace(absent, present, 1)}={value}"
         elif patch and tree.state != "patched" and not (legacy and patch == dtype_rules.KEEP):
-            mend = f"{patch}: {tree.apply_command}"
+            fix = f"{patch}: {tree.apply_command}"
         elif near:
-            mend = f"the nearest key is {near[0]}"
+            fix = f"the nearest key is {near[0]}"
         else:
             continue
-        yield Finding(key, value, f"is not in {tree.name}", mend)
+        yield Finding(key, value, f"is not in {tree.name}", fix)

@@ -1,21 +1,21 @@
 """Resolve the effective dtype of each hop of a job, by the table of dtype rules.
 
-Where a tree is patched and a precision is requested, the hops that the patches changed are resolved by the tree's own
-``verl.utils.precision``, the code that its workers run. Without a request upstream's lines decide there, too.
+Where a tree is patched and a precision is requested, the tree's own ``verl.utils.precision``, which its workers run,
+resolves the hops that the patches changed. Without a request upstream's lines decide there, too.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from verl_precision.doctor.config import JobConfig
-from verl_precision.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, Sharded, rule_for
+from verl_precision.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, rule_for
 from verl_precision.doctor.tree import Tree
-from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
+from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS, cache_refusal
 from verl_precision.facts.vllm_float16 import float16_support
 
 HOPS = (
@@ -48,31 +48,24 @@ UPSTREAM_SCALER = {
 }
 
 
-class Unreadable(Exception):
-    """A value on which a worker would end; the message is the worker's error."""
-
-
 def dtype_name(value: Any) -> str:
     """Return the full name of a dtype as verl's ``PrecisionType.to_dtype`` takes it.
 
     Raises:
-        Unreadable: it takes no such value.
+        RuntimeError: it takes no such value; the message is verl's.
     """
     for name, spellings in SPELLINGS.items():
         if value in spellings:
             return name
-    raise Unreadable(f"RuntimeError: unexpected precision: {value}")
+    raise RuntimeError(f"unexpected precision: {value}")
 
 
 def server_dtype(value: Any, model: str | None = None) -> str:
-    """Return the full name of a rollout server's dtype; of ``auto``, the dtype in the config.json of ``model``.
-
-    A model in float32 is rounded by each server in its own way: unknown.
-    """
+    """Return the full name of a rollout server's dtype; for ``auto``, the dtype in the config.json of ``model``."""
     if value == "auto" and model and (file := Path(model).expanduser() / "config.json").exists():
         content = json.loads(file.read_text())
         value = content.get("dtype", content.get("torch_dtype"))
-        return value if value in SIXTEEN_BITS else UNKNOWN
+        return value if value in SIXTEEN_BITS else UNKNOWN  # each server rounds a model in float32 differently
     return SERVER_SPELLINGS.get(value, UNKNOWN)
 
 
@@ -82,27 +75,29 @@ class Hop:
 
     Args:
         effective_dtype: None where there is no such hop.
-        requested: the keys that the user set for it, with their values.
         reason: the line that decides, or why another hop does.
+        requested: the keys that the user set for it, with their values.
     """
 
     effective_dtype: str | None
-    requested: Mapping[str, Any]
     reason: str
+    requested: Mapping[str, Any] = field(default_factory=dict)
 
 
 class DtypeResolver:
     """Resolves each hop's effective dtype, for one configuration on one tree."""
 
     def __init__(self, tree: Tree, config: JobConfig):
-        self.tree, self.config, self.release = tree, config, tree.release
+        self.tree, self.config, self.release, self.get = tree, config, tree.release, config.get
         self.legacy = tree.release.has("legacy_workers")
+        # From 0.8.0 on the rollout's name has no default. Unset, vLLM is assumed: all servers read one dtype key.
+        self.server = config.get(f"{ROLLOUT}.name", "vllm")
 
     # The roles, and the code that runs them.
 
     def uses(self, role: str) -> bool:
         """Return whether the algorithm has a worker of this role."""
-        get = self.config.get
+        get = self.get
         if role == "ref":
             return bool(get("algorithm.use_kl_in_reward") or get("actor_rollout_ref.actor.use_kl_loss"))
         if role == "critic":
@@ -112,23 +107,29 @@ class DtypeResolver:
             return bool(get("reward.reward_model.enable", get("reward_model.enable")))
         return True
 
+    def used(self, *roles: str) -> list[str]:
+        return [role for role in roles if self.uses(role)]
+
     def implementation(self, role: str) -> str:
         """Return the implementation that the role runs on, by its name in the table."""
-        strategy = self.config.get(f"{ROLES[role]}.strategy", "fsdp")
+        strategy = self.get(f"{ROLES[role]}.strategy", "fsdp")
         if strategy not in FSDP:
             return strategy
         if not self.legacy:
             return "engine"
-        if self.config.get("trainer.use_legacy_worker_impl") != "disable" or role == "reward_model":
+        if self.get("trainer.use_legacy_worker_impl") != "disable" or role == "reward_model":
             return "worker"
         return "engine" if self.release.has("engine_critic" if role == "critic" else "engine_policy") else "worker"
 
     def on_fsdp(self, role: str) -> bool:
         return self.implementation(role) in FSDP_IMPLEMENTATIONS
 
+    def rule(self, hop: str, implementation: str) -> Rule | None:
+        return rule_for(hop, implementation, self.tree.table)
+
     def engine_node(self, role: str) -> str:
         """Return the key of the config of the role's engine."""
-        strategy = self.config.get(f"{ROLES[role]}.strategy", "fsdp")
+        strategy = self.get(f"{ROLES[role]}.strategy", "fsdp")
         if strategy not in FSDP:
             return f"{ROLES[role]}.{strategy}"
         if role == "critic" and not self.legacy:
@@ -145,8 +146,8 @@ class DtypeResolver:
 
     def sharded(self, role: str) -> bool:
         """Return whether the role's ``state_dict`` has shards: FSDP1 on one worker returns whole tensors."""
-        workers = self.config.get("trainer.nnodes", 1) * self.config.get("trainer.n_gpus_per_node", 1)
-        return workers > 1 or self.config.get(f"{ROLES[role]}.strategy") != "fsdp"
+        workers = self.get("trainer.nnodes", 1) * self.get("trainer.n_gpus_per_node", 1)
+        return workers > 1 or self.get(f"{ROLES[role]}.strategy") != "fsdp"
 
     @property
     def ref_in_actor(self) -> bool:
@@ -156,7 +157,15 @@ class DtypeResolver:
 
     @property
     def lora_rank(self) -> int:
-        return self.config.get(f"{MODEL}.lora.rank", 0) or self.config.get(f"{MODEL}.lora_rank", 0)
+        return self.get(f"{MODEL}.lora.rank", 0) or self.get(f"{MODEL}.lora_rank", 0)
+
+    def trains_adapters(self, role: str) -> bool:
+        """Return whether a trained role's worker has LoRA adapters."""
+        model = {"actor": MODEL, "critic": "critic.model"}.get(role)
+        if model is None or not self.on_fsdp(role):
+            return False
+        takes_path = self.legacy and self.release.has("lora_adapter_path")
+        return self.get(f"{model}.lora_rank", 0) > 0 or (takes_path and self.config.has(f"{model}.lora_adapter_path"))
 
     # The rules.
 
@@ -164,31 +173,53 @@ class DtypeResolver:
         """Return the dtype that the line of a rule reads from the configuration.
 
         Raises:
-            Unreadable: a worker would end on the value.
+            RuntimeError: a worker would end on the value.
         """
         for source in rule.reads:
             if isinstance(source, Fixed):
-                return source.dtype
-            if isinstance(source, Sharded):
-                return source.dtype if self.sharded(role) else self.base(role)
-            if isinstance(source, SameAs):
+                if self.sharded(role) or not source.sharded:
+                    return source.dtype
+            elif isinstance(source, SameAs):
                 hop = source.hop.format(role=role)
                 return self.base(role) if hop == f"{role}.base" else self.effective_dtype(hop)
-            parent = "" if source.path.startswith("actor_rollout_ref") else f"{self.engine_node(role)}."
-            if source.under and self.config.has(parent + source.under):
-                node = self.config.get(parent + source.under)
-                key = source.path.rpartition(".")[2]
-                return dtype_name(node[key]) if key in node else source.default
-            if not source.under and self.config.has(parent + source.path):
-                return dtype_name(self.config.get(parent + source.path))
+            else:
+                parent = "" if source.path.startswith("actor_rollout_ref") else f"{self.engine_node(role)}."
+                node, _, key = f"{parent}{source.path}".rpartition(".")
+                if source.default and self.config.has(node):
+                    return dtype_name(self.get(node)[key]) if key in self.get(node) else source.default
+                if not source.default and self.config.has(f"{node}.{key}"):
+                    return dtype_name(self.get(f"{node}.{key}"))
         return UNKNOWN
+
+    def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str | None]) -> Hop:
+        """Return a hop as its rule decides it, or ``patched`` where a patch changed that line.
+
+        ``patched`` returns None where no precision is requested, so that the rule applies.
+        """
+        rule = self.rule(name, implementation)
+        if rule is None:
+            return Hop(UNKNOWN, f"no rule for {implementation} in verl {self.release.name}")
+        for path in (rule.path, rule.hook or rule.path):
+            if self.tree.files[f"verl/{path}"] == UNKNOWN:
+                return Hop(UNKNOWN, f"{path} is not verl {self.release.name}'s")
+        path = rule.hook or rule.path
+        if self.tree.files[f"verl/{path}"] == "release":
+            line = self.tree.line(rule)
+            if line is None:
+                return Hop(UNKNOWN, f"{rule.path} has no line {rule.text!r}")
+            return Hop(self.read(rule, role), f"{rule.path}:{line}")
+        if not rule.patch:
+            return Hop(self.read(rule, role), f"{rule.path}, patched")
+        if dtype := patched():
+            return Hop(dtype, f"{path}, patched by {rule.patch}")
+        return Hop(self.read(rule, role), f"{rule.path}, as upstream: no precision is requested")
 
     def precision(self, role: str) -> Any:
         """Return the ``Precision`` that the tree's own module resolves from the config of the role's engine."""
         precision, lora = self.tree.precision.Precision, self.trains_adapters(role)
         if self.legacy:
-            dtype, node = self.config.get(f"{ROLES[role]}.dtype"), dict(self.config.get(self.engine_node(role), {}))
-            return precision.of_worker(dtype, node, role in TRAINED, lora)
+            node = dict(self.get(self.engine_node(role), {}))
+            return precision.of_worker(self.get(f"{ROLES[role]}.dtype"), node, role in TRAINED, lora)
         return precision.resolve(self.engine_config(role), lora)
 
     def engine_config(self, role: str) -> SimpleNamespace:
@@ -198,58 +229,38 @@ class DtypeResolver:
             ValueError, TypeError: the dataclass of the engine, or that of the role, refuses it.
         """
         module, path = self.tree.precision, self.engine_node(role)
-        node = dict(self.config.get(path, {}))
+        node = dict(self.get(path, {}))
         fields = {key: node.get(key) for key in ("dtype", "mixed_precision", "model_dtype", "strategy")}
         fields["grad_scaler"] = module.GradScalerConfig.read(node.get("grad_scaler"))
         fields["keep_fp32_modules"] = node.get("keep_fp32_modules", [])
         engine = SimpleNamespace(**fields, forward_only=role not in TRAINED)
         module.apply_engine_dtype(engine)
-        engine.strategy = self.config.get(f"{ROLES[role]}.strategy")
-        module.apply_role_dtype(self.config.get(f"{ROLES[role]}.dtype"), path.rpartition(".")[2], engine)
+        engine.strategy = self.get(f"{ROLES[role]}.strategy")
+        module.apply_role_dtype(self.get(f"{ROLES[role]}.dtype"), path.rpartition(".")[2], engine)
         return engine
 
     def of_precision(self, role: str, field: str) -> str | None:
-        """Return the dtype by which a patched hop computes, None where upstream's line decides it."""
+        """Return the dtype in which a patched hop computes, None where upstream's line decides it."""
         precision = self.precision(role)
         return str(getattr(precision, field)).removeprefix("torch.") if precision.requested else None
-
-    def trains_adapters(self, role: str) -> bool:
-        """Return whether a trained role's worker has LoRA adapters."""
-        model = {"actor": MODEL, "critic": "critic.model"}.get(role)
-        if model is None or not self.on_fsdp(role):
-            return False
-        by_path = (
-            self.legacy and self.release.has("lora_adapter_path") and self.config.has(f"{model}.lora_adapter_path")
-        )
-        return self.config.get(f"{model}.lora_rank", 0) > 0 or by_path
 
     def base(self, role: str) -> str:
         """Return the dtype in which a trained role's model is loaded: the master's, or that below the adapters."""
         return self.effective_dtype(f"{role}.{'base' if self.trains_adapters(role) else 'master'}")
 
-    def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str | None]) -> tuple[str, str]:
-        """Return a hop's effective dtype and the reason: by its rule, or by ``patched`` where a patch changed that.
-
-        Args:
-            patched: returns None where no precision is requested, so that the rule applies.
-        """
-        rule = rule_for(name, implementation, self.tree.table)
-        if rule is None:
-            return UNKNOWN, f"no rule for {implementation} in verl {self.release.name}"
-        for path in (rule.path, rule.hook or rule.path):
-            if self.tree.files[f"verl/{path}"] == UNKNOWN:
-                return UNKNOWN, f"{path} is not verl {self.release.name}'s"
-        path = rule.hook or rule.path
-        if self.tree.files[f"verl/{path}"] == "release":
-            line = self.tree.line(rule)
-            if line is None:
-                return UNKNOWN, f"{rule.path} has no line {rule.text!r}"
-            return self.read(rule, role), f"{rule.path}:{line}"
-        if not rule.patch:
-            return self.read(rule, role), f"{rule.path}, patched"
-        if dtype := patched():
-            return dtype, f"{path}, patched by {rule.patch}"
-        return self.read(rule, role), f"{rule.path}, as upstream: no precision is requested"
+    def scaler(self, role: str) -> dict[str, Any] | None:
+        """Return the settings of the role's loss scaler; None where its loss is not scaled."""
+        if not self.uses(role) or not self.on_fsdp(role):
+            return None
+        implementation = self.implementation(role)
+        compute = self.rule(f"{role}.autocast", implementation)
+        if compute is not None and self.tree.files[f"verl/{compute.path}"] == "patched":
+            if not self.precision(role).loss_scaling:
+                return None
+            settings = self.tree.precision.GradScalerConfig.read(self.get(f"{self.engine_node(role)}.grad_scaler"))
+            return asdict(settings) | {"saved": True, "reported": True}
+        rule = self.rule(f"{role}.scaler", implementation)
+        return UPSTREAM_SCALER if rule is not None and self.read(rule, role) == "float16" else None
 
     # The hops.
 
@@ -257,76 +268,76 @@ class DtypeResolver:
         """Return the hop of this name, one of HOPS.
 
         Raises:
-            Unreadable: a worker would end on a value.
+            RuntimeError: a worker would end on a value.
             ValueError, TypeError: the patched tree's module refuses one.
         """
         role, _, what = name.partition(".")
         if role in ROLES:
             return self.role_hop(role, what)
-        return {"wire": self.wire, "rollout": self.rollout_hop, "hf_export": self.export}[role](what)
+        if role == "rollout":
+            return self.hf_rollout_hop(what) if self.server == "hf" else self.server_hop(what)
+        return self.wire() if name == "wire" else self.export()
 
     def effective_dtype(self, name: str) -> str | None:
         return self.resolve(name).effective_dtype
 
+    def dtypes(self, *names: str) -> tuple[str | None, ...]:
+        """Return the effective dtypes of several hops."""
+        return tuple(map(self.effective_dtype, names))
+
     def role_hop(self, role: str, what: str) -> Hop:
         if not self.uses(role):
-            return Hop(None, {}, "not used by this algorithm")
+            return Hop(None, "not used by this algorithm")
         if role == "reward_model" and (key := self.reward_server_key()):
-            requested = self.config.user_values([key])
-            return Hop(server_dtype(self.config.get(key)), requested, f"a server of its own: {key}")
+            return Hop(server_dtype(self.get(key)), f"a separate server: {key}", self.config.user_values([key]))
         if role == "ref" and self.ref_in_actor:
-            return Hop(self.effective_dtype(f"actor.{what}"), {}, "the actor without its adapters")
-        node, implementation = self.engine_node(role), self.implementation(role)
+            return Hop(self.effective_dtype(f"actor.{what}"), "the actor without its adapters")
+        node, implementation, lora = self.engine_node(role), self.implementation(role), self.trains_adapters(role)
         if what == "optimizer":
-            impl = self.config.get(f"{ROLES[role]}.optim.optimizer_impl", "torch.optim")
+            impl = self.get(f"{ROLES[role]}.optim.optimizer_impl", "torch.optim")
             if not self.on_fsdp(role) or impl != "torch.optim":
-                return Hop(UNKNOWN, {}, f"{implementation if impl == 'torch.optim' else impl} decides")
-            return Hop(self.effective_dtype(f"{role}.master"), {}, "AdamW's state has its parameters' dtype")
+                return Hop(UNKNOWN, f"{implementation if impl == 'torch.optim' else impl} decides")
+            return Hop(self.effective_dtype(f"{role}.master"), "AdamW's state has its parameters' dtype")
         if what == "logits":
             key = f"{node}.keep_fp32_modules"
-            kept = any(fnmatchcase("lm_head", each) for each in self.config.get(key, []))
+            kept = any(fnmatchcase("lm_head", each) for each in self.get(key, []))
             if self.tree.precision and not self.legacy and kept:
-                return Hop("float32", self.config.user_values([key]), "the head is kept in fp32")
-            return Hop(self.effective_dtype(f"{role}.autocast"), {}, "the head runs under autocast")
-        lora = self.trains_adapters(role)
+                return Hop("float32", "the head is kept in fp32", self.config.user_values([key]))
+            return Hop(self.effective_dtype(f"{role}.autocast"), "the head runs under autocast")
         if what == "base" and not lora:
-            return Hop(None, {}, "no LoRA adapters")
+            return Hop(None, "no LoRA adapters")
         if what == "master" and lora:
-            if rule_for(f"{role}.adapters", implementation, self.tree.table) is None:
-                return Hop("float32", {}, "peft's adapters over a base in 16 bits")
-            name = f"{role}.adapters"
-            dtype, reason = self.decide(name, implementation, role, lambda: self.of_precision(role, "master"))
-            return Hop(dtype, {}, reason)
+            if self.rule(f"{role}.adapters", implementation) is None:
+                return Hop("float32", "peft's adapters over a base in 16 bits")
+            return self.decide(f"{role}.adapters", implementation, role, lambda: self.of_precision(role, "master"))
         keys = {
             "master": [f"{node}.model_dtype"],
             "base": [f"{node}.model_dtype"],
             "reduce": [f"{node}.mixed_precision.reduce_dtype"],
         }.get(what, self.dtype_keys(role))
-        field = "compute" if what == "autocast" else what
         rule = f"{role}.{'master' if what == 'base' else what}"  # the line that loads the model
-        dtype, reason = self.decide(rule, implementation, role, lambda: self.of_precision(role, field))
-        return Hop(dtype, self.config.user_values(keys), reason)
+        of = "compute" if what == "autocast" else what
+        hop = self.decide(rule, implementation, role, lambda: self.of_precision(role, of))
+        return replace(hop, requested=self.config.user_values(keys))
 
     def reward_server_key(self) -> str | None:
         """Return the dtype key of a reward model that is a server of the rollout's kind; None where it is a worker."""
         if self.config.has("reward.reward_model.rollout"):
             return "reward.reward_model.rollout.dtype"
-        return "reward_model.rollout.dtype" if self.config.get("reward_model.use_reward_loop") else None
+        return "reward_model.rollout.dtype" if self.get("reward_model.use_reward_loop") else None
 
     @property
     def sender(self) -> str:
         """Return the implementation that sends the weights to the rollout, by its name in the table."""
-        backend = self.config.get(f"{ROLLOUT}.checkpoint_engine.backend", "naive")
-        if rule_for("wire", backend, self.tree.table):
+        backend = self.get(f"{ROLLOUT}.checkpoint_engine.backend", "naive")
+        if self.rule("wire", backend):
             return backend
-        merged = self.lora_rank > 0 and self.config.get(f"{MODEL}.lora.merge", False)
-        if merged and rule_for("wire", "merged LoRA", self.tree.table):
-            return "merged LoRA"
-        return self.implementation("actor")
+        merged = self.lora_rank > 0 and self.get(f"{MODEL}.lora.merge", False)
+        return "merged LoRA" if merged and self.rule("wire", "merged LoRA") else self.implementation("actor")
 
-    def wire(self, _: str) -> Hop:
+    def wire(self) -> Hop:
         if self.server == "hf":
-            return Hop(None, {}, "the hf rollout samples from the actor itself")
+            return Hop(None, "the hf rollout samples from the actor itself")
         sender = self.sender
 
         def patched() -> str | None:
@@ -334,29 +345,35 @@ class DtypeResolver:
                 if not self.precision("actor").requested:
                     return None
                 return "float32" if sender == "merged LoRA" else self.base("actor")
-            rollout = self.config.get(f"{ROLLOUT}.dtype")
+            rollout = self.get(f"{ROLLOUT}.dtype")
             if rollout not in self.tree.precision.roles.REQUESTED_ROLLOUTS:
                 return None
-            own = self.config.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype")
-            return server_dtype(own or rollout)
+            return server_dtype(self.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype", rollout))
 
-        dtype, reason = self.decide("wire", sender, "actor", patched)
-        return Hop(dtype, {}, reason)
+        return self.decide("wire", sender, "actor", patched)
+
+    @property
+    def wire_is_lossy(self) -> bool:
+        """Return whether the wire rounds the actor's weights to 16 bits other than the rollout's."""
+        wire, weights = self.dtypes("wire", "rollout.weights")
+        return wire in SIXTEEN_BITS and wire not in (weights, self.base("actor")) and weights in SPELLINGS
+
+    def export(self) -> Hop:
+        if not self.on_fsdp("actor"):
+            return Hop(UNKNOWN, f"{self.implementation('actor')} has another checkpoint manager")
+        return self.decide("hf_export", "", "actor", lambda: self.of_precision("actor", "compute"))
+
+    # The rollout.
 
     @property
     def served(self) -> bool:
         """Return whether the rollout is a server beside the trainer, not an engine in its process."""
-        return self.config.get(f"{ROLLOUT}.mode") == "async" or not self.release.has("sync_rollout")
+        return self.get(f"{ROLLOUT}.mode") == "async" or not self.release.has("sync_rollout")
 
     @property
     def reads_engine_kwargs(self) -> bool:
         """Return whether ``engine_kwargs`` reach the rollout."""
         return not self.served or self.release.has("server_engine_kwargs")
-
-    @property
-    def server(self) -> str:
-        """The rollout's name. It is to be set from 0.8.0 on; unset, it is taken for vLLM: all servers read one key."""
-        return self.config.get(f"{ROLLOUT}.name", "vllm")
 
     @property
     def rollout_dtype_key(self) -> str:
@@ -367,82 +384,60 @@ class DtypeResolver:
     @property
     def trained_quantization(self) -> str | None:
         """The format in which verl's vLLM server runs the weights of quantization-aware training; None without it."""
-        trained = self.server == "vllm" and self.config.get(f"{ROLLOUT}.qat.enable")
+        trained = self.server == "vllm" and self.get(f"{ROLLOUT}.qat.enable")
         return "nvfp4" if trained else None
 
-    def rollout_hop(self, what: str) -> Hop:
-        name = self.server
-        if name == "hf":
-            return self.hf_rollout_hop(what)
-        key, kwargs = f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{name}"
+    @property
+    def is_quantized(self) -> bool:
+        return self.effective_dtype("rollout.weights") not in (*SPELLINGS, UNKNOWN)
+
+    @property
+    def misread_cache(self) -> str | None:
+        """What vLLM does with a KV cache whose 16 bits are of another dtype than its keys; None without one."""
+        return cache_refusal(*self.dtypes("rollout.logits", "rollout.kv_cache")) if self.server == "vllm" else None
+
+    def server_hop(self, what: str) -> Hop:
+        name, key, kwargs = self.server, f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{self.server}"
+        requested = self.config.user_values(
+            [key, f"{kwargs}.dtype", f"{ROLLOUT}.quantization", f"{kwargs}.quantization"]
+        )
         implementation = f"{name} async" if self.served else name
-        rule = rule_for("rollout.weights", implementation, self.tree.table)
+        rule = self.rule("rollout.weights", implementation)
         line = self.tree.line(rule) if rule else None
         if line is None or self.tree.files[f"verl/{rule.path}"] == UNKNOWN:
-            unknown = f"{implementation}: not known in verl {self.release.name}"
-            return Hop(UNKNOWN, self.config.user_values([key]), unknown)
+            return Hop(UNKNOWN, f"{implementation}: not known in verl {self.release.name}", requested)
         reason = f"{rule.path}:{line}"
-        value, model = self.config.get(self.rollout_dtype_key), self.config.get(f"{MODEL}.path")
+        value, model = self.get(self.rollout_dtype_key), self.get(f"{MODEL}.path")
         dtype = server_dtype(value, model)
         if (name, value, dtype) == ("vllm", "auto", "float16"):
             support = float16_support(model, self.tree.root)
             if support.supported is False:
                 dtype, reason = "bfloat16", support.reason
         if what == "kv_cache":
-            return self.kv_cache(name, dtype)
-        quantization = self.config.get(f"{ROLLOUT}.quantization") or (
-            self.config.get(f"{kwargs}.quantization") if self.reads_engine_kwargs else None
-        )
-        keys = [key, f"{kwargs}.dtype", f"{ROLLOUT}.quantization", f"{kwargs}.quantization"]
-        requested = self.config.user_values(keys)
+            key = f"{kwargs}.kv_cache_dtype"
+            value = self.get(key, "auto") if self.reads_engine_kwargs else "auto"
+            requested = self.config.user_values([key])
+            if value == "auto":
+                return Hop(dtype, f"{name}: as the weights are loaded", requested)
+            return Hop(KV_SPELLINGS.get(value, server_dtype(value)), f"{key} goes to {name}", requested)
+        extra = self.get(f"{kwargs}.quantization") if self.reads_engine_kwargs else None
         if what == "weights" and self.trained_quantization:
-            return Hop(self.trained_quantization, requested, f"{self.engine_node('actor')}.qat")
-        if what == "weights" and quantization:
+            return Hop(self.trained_quantization, f"{self.engine_node('actor')}.qat", requested)
+        if what == "weights" and (quantization := self.get(f"{ROLLOUT}.quantization") or extra):
             quantized = "float8_e4m3fn" if quantization == "fp8" else str(quantization)
-            return Hop(quantized, requested, "quantized by the server")
-        return Hop(dtype, requested, reason)
+            return Hop(quantized, "quantized by the server", requested)
+        return Hop(dtype, reason, requested)
 
     def hf_rollout_hop(self, what: str) -> Hop:
         key = f"{ROLLOUT}.dtype"
-        value = self.config.get(key)
+        value = self.get(key)
 
         def patched() -> str | None:
             return dtype_name(value) if value in self.tree.precision.roles.REQUESTED_ROLLOUTS else None
 
-        dtype, reason = self.decide("rollout.logits", "hf", "actor", patched)
-        if what == "weights" and dtype != UNKNOWN:
-            fsdp2 = self.config.get("actor_rollout_ref.actor.strategy") == "fsdp2"
+        hop = self.decide("rollout.logits", "hf", "actor", patched)
+        if what == "weights" and hop.effective_dtype != UNKNOWN:
+            fsdp2 = self.get("actor_rollout_ref.actor.strategy") == "fsdp2"
             gathered = self.effective_dtype("actor.compute") if fsdp2 else self.base("actor")
-            return Hop(gathered, {}, "the actor's own, as FSDP gathers them")
-        return Hop(dtype, self.config.user_values([key]), reason)
-
-    def kv_cache(self, name: str, weights: str) -> Hop:
-        """Return the hop of the KV cache of a server whose weights are loaded in the dtype ``weights``."""
-        key = f"{ROLLOUT}.engine_kwargs.{name}.kv_cache_dtype"
-        value = self.config.get(key, "auto") if self.reads_engine_kwargs else "auto"
-        requested = self.config.user_values([key])
-        if value != "auto":
-            return Hop(KV_SPELLINGS.get(value, server_dtype(value)), requested, f"{key} goes to {name}")
-        return Hop(weights, requested, f"{name}: as the weights are loaded")
-
-    def export(self, _: str) -> Hop:
-        if not self.on_fsdp("actor"):
-            return Hop(UNKNOWN, {}, f"{self.implementation('actor')} has a checkpoint manager of its own")
-        dtype, reason = self.decide("hf_export", "", "actor", lambda: self.of_precision("actor", "compute"))
-        return Hop(dtype, {}, reason)
-
-    def scaler(self, role: str) -> dict[str, Any] | None:
-        """Return the settings of the role's loss scaler; None where its loss is not scaled."""
-        if not self.uses(role) or not self.on_fsdp(role):
-            return None
-        implementation = self.implementation(role)
-        compute = rule_for(f"{role}.autocast", implementation, self.tree.table)
-        if compute is not None and self.tree.files[f"verl/{compute.path}"] == "patched":
-            if not self.precision(role).loss_scaling:
-                return None
-            settings = self.tree.precision.GradScalerConfig.read(
-                self.config.get(f"{self.engine_node(role)}.grad_scaler")
-            )
-            return asdict(settings) | {"saved": True, "reported": True}
-        rule = rule_for(f"{role}.scaler", implementation, self.tree.table)
-        return UPSTREAM_SCALER if rule is not None and self.read(rule, role) == "float16" else None
+            return Hop(gathered, "the actor's own, as FSDP gathers them")
+        return replace(hop, requested=self.config.user_values([key]))

@@ -1,100 +1,204 @@
-"""Findings on the rollout: its dtype, quantization and KV cache, and the wire that sends its weights."""
+"""Findings on the rollout: dtype, quantization, KV cache, wire, routers, determinism, and what uses the mismatch."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
 
 from verl_precision.doctor.dtype_rules import GENERATE, SEND, UNKNOWN
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import ROLLOUT, DtypeResolver, server_dtype
+from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, server_dtype
 from verl_precision.doctor.trainer_findings import remedy
-from verl_precision.facts.dtypes import SIXTEEN_BITS, SPELLINGS, cache_refusal
+from verl_precision.facts.dtypes import SPELLINGS
+from verl_precision.facts.packages import package_folder
+from verl_precision.facts.vllm_float16 import version
+from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
 
+ACTOR = ROLES["actor"]
 CORRECT = "correct for it (algorithm.rollout_correction)"
-NO_REGIME = "The small mismatch of a regime does not hold"
+RECORD = f"{ROLLOUT}.enable_rollout_routing_replay"
+DETERMINISM = f"{ROLLOUT}.full_determinism"
+BATCH_INVARIANT = "VLLM_BATCH_INVARIANT"  # the variable by which verl's vLLM server asks for batch-invariant kernels
+ROUTERS = ("model.layers.0.mlp.gate", "model.layers.0.mlp.router", "model.layers.0.block_sparse_moe.gate")
+SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
+TRUNCATION = "algorithm.rollout_correction.rollout_is_threshold"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+MISMATCH_FREQ = "trainer.mismatch_freq"
+MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
-def rollout_findings(resolver: DtypeResolver) -> Iterator[Finding]:
-    yield from requested_dtype(resolver)
-    yield from quantization(resolver)
-    yield from kv_cache(resolver)
-    yield from lossy_wire(resolver)
-
-
-def requested_dtype(resolver: DtypeResolver) -> Iterator[Finding]:
+def requested_dtype(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a ``rollout.dtype`` that is ignored, that the model decides, or that no server takes."""
-    get, tree, key = resolver.config.get, resolver.tree, f"{ROLLOUT}.dtype"
-    weights, logits = (resolver.effective_dtype(f"rollout.{what}") for what in ("weights", "logits"))
-    value, requested = get(key), key in resolver.config.user_keys
-    if resolver.server == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
-        effect = f"is ignored by the hf rollout of {tree.name}: samples in {logits}"
-        mend = f"{key}={logits}" if tree.precision else f"{GENERATE}: {tree.apply_command}"
-        yield Finding(key, value, effect, mend, applies=False)
+    key, name = f"{ROLLOUT}.dtype", job.tree.name
+    weights, logits = job.dtypes("rollout.weights", "rollout.logits")
+    value, requested = job.get(key), key in job.config.user_keys
+    if job.server == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
+        effect = f"is ignored by the hf rollout of {name}: samples in {logits}"
+        fix = f"{key}={logits}" if job.tree.precision else f"{GENERATE}: {job.tree.apply_command}"
+        yield Finding(key, value, effect, fix, applies=False)
     elif value == "auto":
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")
     elif server_dtype(value) not in SPELLINGS:
-        effect = f"is not a dtype that a rollout server takes, and {tree.name} does not check it"
+        effect = f"is not a dtype that a rollout server takes, and {name} does not check it"
         yield Finding(key, value, effect, f"{key}=float16")
 
 
-def is_quantized(resolver: DtypeResolver) -> bool:
-    weights = resolver.effective_dtype("rollout.weights")
-    return weights not in SPELLINGS and weights != UNKNOWN
-
-
-def quantization(resolver: DtypeResolver) -> Iterator[Finding]:
-    """Yield a rollout whose weights are quantized, by a key of its own or after quantization-aware training."""
-    if not is_quantized(resolver):
+def quantization(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a rollout whose weights are quantized, by its key or after quantization-aware training."""
+    if not job.is_quantized:
         return
-    get = resolver.config.get
-    computes, cache = (resolver.effective_dtype(f"rollout.{what}") for what in ("logits", "kv_cache"))
-    rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}"
-    if trained := resolver.trained_quantization:
-        ignored = ", ".join(get(f"{ROLLOUT}.qat.ignore_patterns", []))
-        mode = get(f"{ROLLOUT}.qat.mode")
-        effect = f"trains on weights rounded to {trained} ({mode}), but for {ignored}, and samples from these; {rest}"
-        yield Finding(f"{resolver.engine_node('actor')}.qat.enable", True, f"{effect}. {NO_REGIME}", CORRECT)
+    weights, computes, cache = job.dtypes("rollout.weights", "rollout.logits", "rollout.kv_cache")
+    rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}. "
+    rest += "The small mismatch of a regime does not hold"
+    if trained := job.trained_quantization:
+        ignored, mode = (job.get(f"{ROLLOUT}.qat.{key}", []) for key in ("ignore_patterns", "mode"))
+        effect = f"trains on weights rounded to {trained} ({mode}), except {', '.join(ignored)}, and samples from them"
+        yield Finding(f"{job.engine_node('actor')}.qat.enable", True, f"{effect}; {rest}", CORRECT)
         return
-    keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{resolver.server}.quantization"]
+    keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{job.server}.quantization"]
     effect = f"samples from quantized weights, which no dtype of the trainer's matches; {rest}"
-    weights = resolver.effective_dtype("rollout.weights")
-    mend = f"{ROLLOUT}.quantization=null, or {CORRECT}"
-    yield Finding(next(key for key in keys if get(key)), weights, f"{effect}. {NO_REGIME}", mend)
+    yield Finding(next(filter(job.get, keys)), weights, effect, f"{ROLLOUT}.quantization=null, or {CORRECT}")
 
 
-def kv_cache(resolver: DtypeResolver) -> Iterator[Finding]:
+def kv_cache(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a KV cache in another dtype than the one that the server computes in."""
-    dtype = resolver.effective_dtype("rollout.kv_cache")
-    effect = reinterpreted(resolver)
-    if effect is None and (dtype in SPELLINGS or dtype in (None, UNKNOWN)):
-        return
-    key = f"{ROLLOUT}.engine_kwargs.{resolver.server}.kv_cache_dtype"
-    effect = effect or f"rounds keys and values to {dtype}; the trainer has no cache to round"
-    yield Finding(key, resolver.config.get(key), effect, f"{key}=auto")
+    dtype, effect = job.effective_dtype("rollout.kv_cache"), job.misread_cache
+    if dtype not in (*SPELLINGS, None, UNKNOWN):
+        effect = f"rounds keys and values to {dtype}; the trainer has no cache to round"
+    if effect:
+        key = f"{ROLLOUT}.engine_kwargs.{job.server}.kv_cache_dtype"
+        yield Finding(key, job.get(key), effect, f"{key}=auto")
 
 
-def reinterpreted(resolver: DtypeResolver) -> str | None:
-    """Return what vLLM does with a KV cache whose 16 bits are of another dtype than its keys; None without one."""
-    if resolver.server != "vllm":
-        return None
-    computes, cache = (resolver.effective_dtype(f"rollout.{what}") for what in ("logits", "kv_cache"))
-    return cache_refusal(computes, cache)
-
-
-def lossy_wire(resolver: DtypeResolver) -> Iterator[Finding]:
+def lossy_wire(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a wire that rounds the weights to other 16 bits than the rollout's."""
-    if wire_is_lossy(resolver):
-        wire, weights, key = resolver.resolve("wire"), resolver.effective_dtype("rollout.weights"), f"{ROLLOUT}.dtype"
+    if job.wire_is_lossy:
+        wire, weights, key = job.resolve("wire"), job.effective_dtype("rollout.weights"), f"{ROLLOUT}.dtype"
         dtype = wire.effective_dtype
+        effect = f"gets weights that passed through {dtype} on their way ({wire.reason}): the rollout runs {dtype}'s "
+        fix = remedy(job, "actor", SEND, job.effective_dtype("actor.compute"))
+        yield Finding(key, job.get(key), f"{effect}values in {weights}", fix)
+
+
+def router_replay(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a replay of the routes of the rollout (R3) or of the old log-probabilities (R2) that replays none."""
+    strategy = job.get(f"{ACTOR}.strategy", "fsdp")
+    # Up to 0.7.0 Megatron's worker reads the actor's key; later releases have one for each engine, and 0.7.1 both.
+    keys = {f"{ACTOR}.{engine}.router_replay.mode": engine for engine in ("megatron", "veomni")}
+    keys[f"{ACTOR}.router_replay.mode"] = "megatron" if job.legacy else "no engine"
+    modes = {key: mode for key in keys if (mode := job.get(key)) not in (None, "disabled")}
+    instead = f"{job.engine_node('actor')}.keep_fp32_modules=[model.layers.*.gate] routes both sides in fp32"
+    fix = instead if job.tree.precision and not job.legacy else f"{ACTOR}.strategy=megatron"
+    for key, mode in modes.items():
+        if keys[key] != strategy:
+            effect = f"is read by {keys[key]}, and strategy={strategy} recomputes the routes and replays none"
+            yield Finding(key, mode, effect, fix, applies=False)
+        elif mode == "R3" and not job.get(RECORD):
+            yield Finding(key, mode, "replays the routes of the rollout, which does not return them", f"{RECORD}=true")
+    if job.get(RECORD) and not any(keys[key] == strategy for key in modes):
+        effect = f"returns the routes of the rollout to strategy={strategy}, which replays none"
+        yield Finding(RECORD, True, effect, f"{RECORD}=false", applies=False)
+
+
+def routers_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield routers that the trainer keeps in fp32 and the rollout server does not."""
+    key = f"{job.engine_node('actor')}.keep_fp32_modules"
+    routers = [pattern for pattern in job.get(key, []) if any(fnmatchcase(name, pattern) for name in ROUTERS)]
+    if routers and job.tree.precision and job.server != "vllm":
+        effect = f"is not followed by {job.server}, whose routers choose other experts in 16 bits"
+        yield Finding(key, routers, effect, f"{ROLLOUT}.name=vllm")
+
+
+def deterministic_parts(job: DtypeResolver) -> dict[str, bool]:
+    """Return, for each model that the job runs, whether ``full_determinism`` is set for it and its code reads it."""
+    roles = job.used("actor", "ref", "critic")
+    parts = {role: is_requested(job, role) and is_read(job, role) for role in roles}
+    return parts | {"rollout": bool(job.get(DETERMINISM)) and job.server == "vllm"}
+
+
+def is_requested(job: DtypeResolver, role: str) -> bool:
+    return bool(job.get(f"{job.engine_node(role)}.full_determinism"))
+
+
+def is_read(job: DtypeResolver, role: str) -> bool:
+    """Return whether the engine that runs the role reads its full_determinism, by the tree's source."""
+    implementation = job.implementation(role)
+    engine = "fsdp" if implementation == "engine" else implementation
+    file = job.tree.root / f"verl/workers/engine/{engine}/transformer_impl.py"  # legacy workers have none
+    return file.exists() and "full_determinism" in file.read_text()
+
+
+def unread_determinism(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield each ``full_determinism`` that the code of its role does not read."""
+    for role, applies in deterministic_parts(job).items():
+        if role != "rollout" and is_requested(job, role) and not applies:
+            code = {"worker": "legacy workers"}.get(job.implementation(role), job.implementation(role))
+            effect = f"is not read by {job.tree.name}'s {code}"
+            yield Finding(f"{job.engine_node(role)}.full_determinism", True, effect, "remove it")
+    if job.get(DETERMINISM) and job.server != "vllm":
         yield Finding(
-            key,
-            resolver.config.get(key),
-            f"gets weights that passed through {dtype} on their way ({wire.reason}): the rollout runs {dtype}'s values "
-            f"in {weights}",
-            remedy(resolver, "actor", SEND, resolver.effective_dtype("actor.compute")),
+            DETERMINISM, True, f"is not read by {job.tree.name}'s {job.server} server", f"{ROLLOUT}.name=vllm"
         )
 
 
-def wire_is_lossy(resolver: DtypeResolver) -> bool:
-    """Return whether the wire rounds the actor's weights to 16 bits other than the rollout's."""
-    wire, weights = (resolver.effective_dtype(name) for name in ("wire", "rollout.weights"))
-    return wire in SIXTEEN_BITS and wire not in (weights, resolver.base("actor")) and weights in SPELLINGS
+def deterministic_rollout(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield what verl's vLLM server does with ``full_determinism``, and where the vLLM beside it cannot."""
+    if not job.get(DETERMINISM) or job.server != "vllm":
+        return
+    if (answers := job.get(f"{ROLLOUT}.n", 1)) > 1:
+        effect = f"gives all requests of a server one seed: the {answers} answers to a prompt that it samples are equal"
+        yield Finding(DETERMINISM, True, effect, f"{DETERMINISM}=false")
+    if job.get("trainer.use_v1") and not job.config.has("async_training"):
+        effect = "sends all prompts to one server: the v1 trainer numbers no prompts, so all have the request id det-0"
+        yield Finding(DETERMINISM, True, effect, "trainer.use_v1=false")
+    package = package_folder("vllm", job.tree.root)
+    sources = [package / each for each in ("envs.py", "model_executor/layers/batch_invariant.py")] if package else []
+    if package and not any(file.exists() and BATCH_INVARIANT in file.read_text() for file in sources):
+        effect = f"asks for {BATCH_INVARIANT}, which vLLM {version(package)} does not have"
+        yield Finding(DETERMINISM, True, effect, "a vLLM that has it")
+
+
+def mismatch_freq(job: DtypeResolver) -> Any:
+    """Return the steps between two measurements in bypass mode as the trainer reads them, -1 where nothing does."""
+    measurable = (job.tree.root / MEASURES).exists()
+    return job.config.values["trainer"].get("mismatch_freq", -1) if measurable else -1
+
+
+def bypass_mode(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield bypass mode, in which the trainer computes no log-probabilities to compare, where nothing measures them.
+
+    Yield also a frequency of measuring them that is not allowed, or not read.
+    """
+    freq = mismatch_freq(job)
+    if not job.get(BYPASS):
+        if freq != -1:
+            effect = "is read only in bypass mode: otherwise the trainer computes its log-probabilities at every step"
+            yield Finding(MISMATCH_FREQ, freq, effect, f"{MISMATCH_FREQ}=-1", applies=False)
+        return
+    if freq != -1 and (freq is True or freq < 1):
+        effect = "is neither a whole number of at least 1, in steps, nor -1, which measures none"
+        yield Finding(MISMATCH_FREQ, freq, effect, f"{MISMATCH_FREQ}=10")
+    if freq < 1:
+        hidden = "training/rollout_probs_diff_* (the v1 trainer also rollout_corr/*)"
+        effect = f"leaves {hidden} out of the metrics: the rollout's log-probabilities stand in for the trainer's"
+        measurable = (job.tree.root / MEASURES).exists()
+        yield Finding(BYPASS, True, effect, f"{MISMATCH_FREQ}=10" if measurable else f"{BYPASS}=false")
+
+
+def sequence_weights(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield sequence-level importance weights where trainer or rollout computes in bfloat16."""
+    sides = job.dtypes("actor.compute", "rollout.weights")
+    if job.get(SEQUENCE_WEIGHTS) != "sequence" or "bfloat16" not in sides:
+        return
+    length, threshold = job.get("data.max_response_length"), job.get(TRUNCATION)
+    truncated = isinstance(threshold, int | float) and threshold <= 2
+    bounds, weights = (TRUNCATED, "weights truncated at 2") if truncated else (UNTRUNCATED, "untruncated weights")
+    effect = (
+        f"weights whole answers by their mismatch, which is large in bfloat16. With {weights}, a small model learned "
+        f"where k3 times the tokens of an answer was at most {bounds.learned:g}, and collapsed from "
+        f"{bounds.collapsed:g} on"
+    )
+    if isinstance(length, int) and length > 0:
+        learned, collapsed = (f"{bound / length:.1e}" for bound in bounds)
+        effect += f": at {length} tokens, a rollout_corr/k3_kl of {learned} and {collapsed}"
+    yield Finding(SEQUENCE_WEIGHTS, "sequence", effect, "+precision=fp16, or measure it first: make probe")

@@ -21,6 +21,7 @@ from verl_precision.patch.wheels import wheel
 from verl_precision.paths import REPO
 
 COUNTER = itertools.count()  # one name for each tree: the modules of several are in use at once
+RULE_FILES = sorted({f"verl/{path}" for rule in RULES for path in (rule.path, rule.hook) if path})
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Tree:
         stack: the id of the stack that is applied.
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
         advice: what `make status` reports of a foreign tree, and what to do; else empty.
-        series: those of the stack that is applied, or would be.
+        apply_command: the command that applies the stack, or applies it again.
         missing_fixes: the patches of the series ``fixes``, where only ``precision`` is applied.
     """
 
@@ -46,7 +47,7 @@ class Tree:
     stack: str | None
     files: Mapping[str, str]
     advice: str = ""
-    series: str = ""
+    apply_command: str = ""
     missing_fixes: frozenset[str] = frozenset()
 
     @property
@@ -58,11 +59,6 @@ class Tree:
     @property
     def title(self) -> str:
         return f"{self.name}, {'patched' if self.precision else 'unpatched'}"
-
-    @property
-    def apply_command(self) -> str:
-        """The command that applies the stack."""
-        return apply_command(self.root, self.series)
 
     @cached_property
     def precision(self) -> ModuleType | None:
@@ -92,7 +88,7 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         Refused: ``target`` is no verl, or a release's wheel to compare it with is not available.
     """
     found = opened(target)
-    blobs, stacks = found.blobs(), load_stacks(project)
+    blobs, stacks, stamp = found.blobs(), load_stacks(project), found.read_stamp()
     record = read_record(found, blobs)
     status = examine(found, blobs, record, stacks)
     state = {"unpatched": "unpatched", "patched": "patched", "outdated": "patched"}.get(status.state, "foreign")
@@ -101,22 +97,29 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     own = [each for each in stacks if each.release == stack.release]
     if state != "foreign" and status.exact:
         hooked = record.replaced if record else {}
-        files = {path: "patched" if path in hooked else "release" for path in rule_files()}
+        files = {path: "patched" if path in hooked else "release" for path in RULE_FILES}
     else:
         files = compare_files(blobs, own)
-    stamp = found.read_stamp()
-    table = table_release(stack.release, {name: each.release for name, each in by_name.items()})
-    advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
-    only = state == "patched" and status.series == "precision"
-    missing = frozenset(patch.name.removesuffix(".patch") for patch in stack.patches if only and patch.fixes)
-    applied = stamp and stamp["stack"]
-    return Tree(found.root, stack.release, table, state, applied, files, advice, status.series, missing)
+    only_precision = state == "patched" and status.series == "precision"
+    return Tree(
+        root=found.root,
+        release=stack.release,
+        table=table_release(stack.release, {name: each.release for name, each in by_name.items()}),
+        state=state,
+        stack=stamp and stamp["stack"],
+        files=files,
+        advice=f"{status.state}: {status.detail}" if state == "foreign" else "",
+        apply_command=apply_command(found.root, status.series),
+        missing_fixes=frozenset(
+            patch.name.removesuffix(".patch") for patch in stack.patches if only_precision and patch.fixes
+        ),
+    )
 
 
 def table_release(release: Release, releases: Mapping[str, Release]) -> str:
-    """Return the release whose lines of the table apply: its own, else of the one that it was ported from, and so on.
+    """Return the release whose lines of the table apply: itself, or the one that it was ported from, and so on.
 
-    Where there is no such release the result is the release's own name, of which the table has no rule.
+    Without such a release it is the release itself, for which the table has no rule.
     """
     name = release.name
     while name not in KNOWN and name in releases and releases[name].ported_from:
@@ -124,22 +127,13 @@ def table_release(release: Release, releases: Mapping[str, Release]) -> str:
     return name if name in KNOWN else release.name
 
 
-def rule_files() -> list[str]:
-    """Return the path below the tree of every file that a rule names."""
-    return sorted({f"verl/{path}" for rule in RULES for path in (rule.path, rule.hook) if path})
-
-
 def compare_files(blobs: Mapping[str, str], stacks: Sequence[Stack]) -> dict[str, str]:
-    """Return the state of each file of the rules by its content: the release's, the patched release's, or unknown.
-
-    Args:
-        stacks: of the release; a file may be of either.
-    """
+    """Return the state of each file of the rules by its content: ``release``, ``patched`` or ``unknown``."""
     with zipfile.ZipFile(wheel(stacks[0].release.name)) as pristine:
         names = set(pristine.namelist())
-        released = {path: blob_id(pristine.read(path)) for path in rule_files() if path in names}
+        released = {path: blob_id(pristine.read(path)) for path in RULE_FILES if path in names}
     files = {}
-    for path in rule_files():
+    for path in RULE_FILES:
         blob = blobs.get(path)
         patched = {stack.after.get(path) for stack in stacks} - {None, released.get(path)}
         files[path] = "release" if blob == released.get(path) else "patched" if blob in patched else UNKNOWN

@@ -18,12 +18,13 @@ from support.trees import edit
 
 from verl_precision import make
 from verl_precision.commands import doctor as command
-from verl_precision.doctor import requirements
+from verl_precision.doctor import interpreter
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.dtype_rules import KNOWN, RULES
 from verl_precision.doctor.interpreter import find_interpreter
 from verl_precision.doctor.tree import identify_tree, table_release
 from verl_precision.errors import Refused
+from verl_precision.facts import packages
 from verl_precision.patch.apply import apply
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import VERL, add_release, find_release, load_releases
@@ -162,7 +163,7 @@ def test_foreign_tree_has_the_rules_of_the_nearest_release(tmp_path: Path):
     assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
     assert diagnosis.verdict == "unknown" and not diagnosis.sound
     (finding,) = (finding for finding in diagnosis.findings if finding.key == "verl")
-    assert "transformer_impl.py" in finding.effect and "make drift" in finding.mend
+    assert "transformer_impl.py" in finding.effect and "make drift" in finding.fix
 
 
 def test_patched_files_of_a_foreign_tree_are_resolved(trees: dict[str, Path], tmp_path: Path):
@@ -194,9 +195,9 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
     words = ["--verl", str(trees["pristine"]), f"{ROLLOUT}.dtype=float16"]
     assert command.main([*words, WORDS[2], "--json"]) == 1
     printed = json.loads(capsys.readouterr().out)
-    keys = {"verl", "hops", "scaler", "deterministic", "bitwise", "findings"}
+    keys = {"verl", "hops", "scaler", "deterministic", "findings"}
     assert set(printed) == keys | {"refused", "verdict", "sentence", "hardware"}
-    assert printed["verdict"] == "differ" and set(printed["findings"][0]) == {"key", "value", "effect", "mend"}
+    assert printed["verdict"] == "differ" and set(printed["findings"][0]) == {"key", "value", "effect", "fix"}
 
     assert command.main(words) == 1
     lines = capsys.readouterr().out.splitlines()
@@ -204,7 +205,7 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
     assert ["hop", "requested", "effective", "because"] in map(str.split, lines)
     assert ["actor.compute", "-", "bfloat16", "workers/engine/fsdp/transformer_impl.py:397"] in map(str.split, lines)
     assert ["rollout.weights", "float16", "float16"] in [line.split()[:3] for line in lines]
-    assert lines[-1].startswith("differ: ") and "nobody requested" in lines[-1]
+    assert lines[-1].startswith("differ: ") and "without a request" in lines[-1]
 
 
 def test_bad_input_is_refused(trees: dict[str, Path]):
@@ -239,7 +240,7 @@ def environments(trees, tmp_path_factory) -> dict[str, Path]:
         venv.create(folder, symlinks=True)
         made[name] = folder / SITE
         shutil.copytree(trees["pristine"] / "verl", made[name] / "verl")
-    (hydra,) = importlib.util.find_spec("hydra").submodule_search_locations
+    (hydra,) = packages.importlib.util.find_spec("hydra").submodule_search_locations
     (made["whole"] / "packages.pth").write_text(str(Path(hydra).parent))
     return made
 
@@ -294,15 +295,15 @@ def test_python_that_lacks_packages_is_refused_and_not_replaced(environments, tr
 
 def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
     for tree in (trees["pristine"], trees["patched"], None):
-        assert requirements.missing(tree) == []
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    assert requirements.missing(trees["pristine"]) == []
-    assert requirements.missing(trees["patched"]) == ["torch (for a patched verl)"]
+        assert interpreter.missing(tree) == []
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
+    assert interpreter.missing(trees["pristine"]) == []
+    assert interpreter.missing(trees["patched"]) == ["torch (for a patched verl)"]
     own = SimpleNamespace(submodule_search_locations=[str(trees["patched"] / "verl")])
-    monkeypatch.setattr(importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
-    assert requirements.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
-    monkeypatch.setattr(requirements, "PYTHON", (4, 0))
-    assert requirements.missing(trees["pristine"]) == ["Python 4.0"]
+    monkeypatch.setattr(packages.importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
+    assert interpreter.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
+    monkeypatch.setattr(interpreter, "PYTHON", (4, 0))
+    assert interpreter.missing(trees["pristine"]) == ["Python 4.0"]
 
 
 def test_script_names_packages_that_its_python_lacks(environments):

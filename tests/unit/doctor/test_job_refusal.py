@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_precision.doctor.diagnosis import diagnose
-from verl_precision.doctor.job_refusal import ask_doctor, examined, installed_tree
+from verl_precision.doctor.job_refusal import ask_doctor, examined
 from verl_precision.doctor.model_support import (
     latent_attention,
     missing_kv_heads,
@@ -104,7 +104,7 @@ def test_model_that_verl_cannot_run_is_refused_by_its_config(tmp_path):
 def test_mixtral_is_refused_where_fsdp_sends_it(engine, refused, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mixtral", "num_key_value_heads": 2}))
     path = f"actor_rollout_ref.model.path={tmp_path}"
-    findings = diagnose(installed_tree(), [f"model_engine={engine}", path, f"{ROLLOUT}.name=vllm"]).findings
+    findings = diagnose(examined(SITE), [f"model_engine={engine}", path, f"{ROLLOUT}.name=vllm"]).findings
     assert [each.key for each in findings if "is a mixtral model" in each.effect] == [MODEL] * refused
 
 
@@ -158,7 +158,7 @@ def test_sliding_window_in_all_layers_needs_small_blocks(tmp_path):
     [("error", True), ("right", True), ("left", False), ("error data.filter_overlong_prompts=true", False)],
 )
 def test_doctor_reports_a_truncation_that_verl_ignores(words, found):
-    findings = diagnose(installed_tree(), [f"data.truncation={words}".split()[0], *words.split()[1:]]).findings
+    findings = diagnose(examined(SITE), [f"data.truncation={words}".split()[0], *words.split()[1:]]).findings
     keys = [finding.key for finding in findings if "cuts the left end off" in finding.effect]
     assert keys == ["data.truncation"] * found
 

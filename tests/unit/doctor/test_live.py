@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.commands import doctor
-from verl_precision.doctor.live import Answers, actor_models, diagnose_live, is_verl_actor, model_dtypes
+from verl_precision.doctor.live import actor_models, diagnose_live, is_verl_actor, model_dtypes
 from verl_precision.errors import Refused
 
 HOPS = ("actor.compute", "actor.autocast", "wire", "rollout.weights")
@@ -29,7 +29,7 @@ def config(dtype: str = "bfloat16", verdict: str = "agree", **other: str | None)
 
 
 def diagnosed(*models: dict, silent: tuple[str, ...] = (), static: dict | None = None) -> dict:
-    return diagnose_live(Answers(list(models), list(silent)), HOPS, static)
+    return diagnose_live(list(models), list(silent), HOPS, static)
 
 
 def test_ranks_with_different_dtypes_are_named():
@@ -53,10 +53,10 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
     diagnosis = diagnosed(actor(dtype="bfloat16"), rollout("bfloat16"), static=config("float16"))
     assert diagnosis["verdict"] == "differ"
     assert [each["key"] for each in diagnosis["findings"]] == ["actor.compute", "actor.autocast", "rollout.weights"]
-    assert diagnosis["findings"][0]["effect"] == "is bfloat16 in the workers, float16 by this config"
+    assert diagnosis["findings"][0]["effect"] == "in the workers, float16 by this config"
     no_server = config("float16", **{"rollout.weights": None})
     (found,) = diagnosed(actor(), rollout(), static=no_server)["findings"]
-    assert found["effect"] == "is float16 in the workers, None by this config"
+    assert found["effect"] == "in the workers, None by this config"
     for verdict in ("asked", "differ"):  # a difference of the config itself
         static = config(verdict=verdict, **{"rollout.weights": "float16"})
         assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == verdict
@@ -70,7 +70,7 @@ def test_quantized_server_and_determinism_are_compared_with_the_config():
     assert (diagnosis["verdict"], diagnosis["findings"]) == ("asked", [])
     assert diagnosis["deterministic"] == {"actor": True, "rollout": False}
     diagnosis = diagnosed(trainer, actor(1, dtype="bfloat16", deterministic=False), server, static=asked)
-    assert diagnosis["findings"][0]["effect"] == "is off in the workers, on by this config"
+    assert diagnosis["findings"][0]["effect"] == "in the workers, True by this config"
     assert "deterministic" not in doctor.live_text(diagnosis).replace("full_determinism", "")
 
 

@@ -49,4 +49,4 @@ def test_lost_cap_is_refused_and_reported(cap, words, lost, trees, tmp_path):
         check_attention(compose(job, tmp_path))
     path = f"actor_rollout_ref.model.path={model}"
     found = diagnose(identify_tree(trees["patched"]), ["+device=cpu", "+precision=bf16", path, *words])
-    assert [finding.mend for finding in found.findings if finding.key == ATTENTION] == [f"{ATTENTION}=eager"] * lost
+    assert [finding.fix for finding in found.findings if finding.key == ATTENTION] == [f"{ATTENTION}=eager"] * lost

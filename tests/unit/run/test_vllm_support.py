@@ -138,8 +138,8 @@ def test_doctor_refuses_a_server_in_float16(patched, models, words, verdict, key
     assert keys is None or [finding.key for finding in found.findings] == keys
     if verdict == "refused":
         assert "refuses gemma2 models in float16: Numerical instability" in found.sentence
-        mend = found.findings[0].mend
-        assert f"{keys[0]}=bfloat16" in mend and ("+precision" in mend) == (keys[0] in (f"{ROLLOUT}.dtype", EXTRA))
+        fix = found.findings[0].fix
+        assert f"{keys[0]}=bfloat16" in fix and ("+precision" in fix) == (keys[0] in (f"{ROLLOUT}.dtype", EXTRA))
     if words == [UNKNOWN, "+precision=fp16"]:
         assert found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
 

@@ -15,8 +15,8 @@ RNN_LAYERS = (torch.ops.aten._cudnn_rnn, torch.ops.aten.mkldnn_rnn_layer)  # one
 class MultiplicationDtypes(TorchDispatchMode):
     """Counts the floating-point operations of matrix products, convolutions, attention and RNNs, by dtype.
 
-    What a config asks for, and the dtype of an output, both mislead: autocast casts some operations alone, and a GRU's
-    output is fp32 where its products are fp16.
+    The requested dtype and the dtype of an output both mislead: autocast casts only some operations, and a GRU's output
+    is fp32 where its products are fp16.
     """
 
     def __init__(self):

@@ -1,4 +1,4 @@
-"""Parse a recipe's config, a dataclass, from the command line, the environment and a YAML file."""
+"""Read a recipe's config, a dataclass, from the command line, the environment and a YAML file."""
 
 import argparse
 import math
@@ -6,66 +6,52 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import field, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn, Optional, TypeVar, get_args
 
 import torch
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 Config = TypeVar("Config")
-_FLAGS = {"1": True, "true": True, "0": False, "false": False}
+Rule = tuple[Callable[[Any], bool], str]  # whether a value is allowed, and what is allowed, for a message
+FLAGS = {"1": True, "true": True, "0": False, "false": False}
+RULES: dict[str, Callable[[Any], bool]] = {
+    "at least 0": lambda value: 0 <= value < math.inf,
+    "at least 1": lambda value: value >= 1,
+    "positive": lambda value: 0 < value < math.inf,
+    "between 0 and 1": lambda value: 0 <= value <= 1,
+    "from 0 to 2147483647": lambda value: 0 <= value < 2**31,
+    "a folder: --out DIR": bool,
+}
 
 
-def option(default: Any, text: str, variable: Optional[str] = None) -> Any:
-    """Return a field of a config.
-
-    Args:
-        text: the line that ``--help`` shows.
-        variable: an environment variable that sets a switch unless the command line does.
-    """
-    return field(default=default, metadata={"help": text, "variable": variable})
+def option(default: Any, text: str, allowed: Optional[str] = None, variable: Optional[str] = None) -> Any:
+    """Return a field of a config: its line in ``--help``, the name of its rule, the variable that also sets it."""
+    return field(default=default, metadata={"help": text, "allowed": allowed, "variable": variable})
 
 
-def flag(name: str) -> Optional[bool]:
-    """Return the environment variable ``name`` as a switch; ``None`` where it is not set.
-
-    Raises:
-        ValueError: it is set to anything but 1, 0, true or false.
-    """
+def environment_flag(name: str) -> Optional[bool]:
+    """Return the environment variable ``name`` as a switch; ``None`` where it is not set."""
     value = os.environ.get(name)
-    if value is None:
-        return None
-    if value.lower() not in _FLAGS:
+    if value is not None and value.lower() not in FLAGS:
         raise ValueError(f"{name}={value!r} in the environment must be 1, 0, true or false; unset it to leave it open")
-    return _FLAGS[value.lower()]
+    return None if value is None else FLAGS[value.lower()]
 
 
-def within(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
-    """Refuse a config's first value that breaks its rule.
-
-    Args:
-        rules: ``{key: (whether the value is allowed, what is allowed)}``.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
-    for key, (valid, allowed) in rules.items():
-        if not valid:
+def check_values(config: Any, rules: Mapping[str, Rule]) -> None:
+    """Check a config's values by the rules of their options, then by ``rules``; raise ``ValueError``."""
+    named = {each.name: each.metadata["allowed"] for each in fields(config) if each.metadata.get("allowed")}
+    for key, (valid, allowed) in [*((key, (RULES[name], name)) for key, name in named.items()), *rules.items()]:
+        if not valid(getattr(config, key)):
             raise ValueError(f"{key}={getattr(config, key)} must be {allowed}")
 
 
-def device(name: str) -> tuple[torch.device, bool]:
-    """Return the device of ``name``, and whether to compute in 16 bits on a CPU: only where ``name`` is "cpu".
-
-    Args:
-        name: "cpu", "cuda", or "auto": CUDA if there is one.
-
-    Raises:
-        ValueError: another name; CUDA where there is none.
-    """
+def resolve_device(name: str) -> tuple[torch.device, bool]:
+    """Return the device of "auto", "cpu" or "cuda", and whether to compute in 16 bits on a CPU: only for "cpu"."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device={name} must be auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
@@ -76,23 +62,16 @@ def device(name: str) -> tuple[torch.device, bool]:
 
 
 def new_folder(out: str | os.PathLike) -> Path:
-    """Return the folder of a run, created if need be.
-
-    Raises:
-        ValueError: another run's ``metrics.jsonl`` is in it, or it cannot be made or written to.
-    """
+    """Return the folder of a run, created if needed; raise ``ValueError`` if it is unusable or has a run's results."""
     folder = Path(out)
     try:
-        taken = (folder / "metrics.jsonl").exists()
-        if not taken:
+        if not (taken := (folder / "metrics.jsonl").exists()):
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ValueError(f"out={out} must be a writable folder: {error.strerror}") from None
     if taken:
-        raise ValueError(
-            f"out={out} must be a folder without results: it has metrics.jsonl of another run; choose another folder"
-        )
+        raise ValueError(f"out={out} must be a folder without results: it has metrics.jsonl of another run")
     return folder
 
 
@@ -101,76 +80,47 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
-class _OneLine(argparse.ArgumentParser):
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with exit code 1."""
+
     def error(self, message: str) -> NoReturn:
-        sys.exit(f"{self.prog}: {message}")
+        sys.exit(f"{self.prog}: {' '.join(message.split())}")
 
 
-def parse(
+def parse_config(
     config: type[Config], program: str, description: str, words: Optional[Sequence[str]] = None
 ) -> tuple[Config, dict[str, str]]:
-    """Return a config, and who set each of its values: command line over environment over YAML file over default.
+    """Return a config, and the source of each of its values: command line over environment over YAML file over default.
 
-    Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the
-    file. A refused value, from any source, ends the process with one line and exit code 1. From here on a warning,
-    too, is one line, without the line of source that Python adds.
-
-    Args:
-        config: a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`.
-
-    Returns:
-        the config, and who set each field: "command line", "environment (VARIABLE)", "config (FILE)" or "default".
+    ``config`` is a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`. Every
+    field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the file.
+    A refused value, from any source, ends the process with one line and exit code 1. From here on a warning, too, is
+    one line, without the line of source that Python adds.
     """
     warnings.formatwarning = lambda message, *_, **__: f"{program}: {message}\n"
-    parser = _OneLine(prog=program, description=description, argument_default=argparse.SUPPRESS, allow_abbrev=False)
+    settings = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
+    parser = OneLineParser(prog=program, description=description, **settings)
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ instead of -")
     for each in fields(config):
         kind = next((kind for kind in get_args(each.type) if kind is not type(None)), each.type)
         how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": kind.__name__}
         default = "" if each.default is None else f" ({each.default})"
         parser.add_argument(f"--{each.name.replace('_', '-')}", help=each.metadata["help"] + default, **how)
-    parsed, unknown = parser.parse_known_args(words)
-    if unknown:
-        near = get_close_matches(unknown[0].partition("=")[0], parser._option_string_actions)
-        hint = f"did you mean {' or '.join(near)}?" if near else "see --help"
-        parser.error(f"{unknown[0]} is not an option; {hint}")
-    typed = vars(parsed)
+    typed = vars(parser.parse_args(words))
     path = typed.pop("config", None)
+    variables = {each.name: each.metadata["variable"] for each in fields(config) if each.metadata["variable"]}
     try:
-        variables = {each.name: each.metadata["variable"] for each in fields(config) if each.metadata["variable"]}
-        environment = {name: flag(variable) for name, variable in variables.items()}
+        read = OmegaConf.load(path) if path else {}
+        environment = {name: environment_flag(variable) for name, variable in variables.items()}
         environment = {name: value for name, value in environment.items() if value is not None}
-        read = _read(path, config)
-        chosen = config(**{**read, **environment, **typed})
+        merged = OmegaConf.merge(OmegaConf.structured(config), read)  # checks the file's names and types
+        chosen = config(**{**merged, **environment, **typed})
+    except OSError as error:
+        parser.error(f"--config {path}: {error.strerror}")
+    except (yaml.YAMLError, OmegaConfBaseException, OverflowError) as error:
+        parser.error(f"--config {path}: {error}")
     except ValueError as error:
         parser.error(str(error))
-    sources = dict.fromkeys((each.name for each in fields(config)), "default")
-    sources |= dict.fromkeys(read, f"config ({path})")
+    sources = dict.fromkeys((each.name for each in fields(config)), "default") | dict.fromkeys(read, f"config ({path})")
     sources |= {name: f"environment ({variables[name]})" for name in environment}
     return chosen, sources | dict.fromkeys(typed, "command line")
-
-
-def _read(path: Optional[Path], config: type) -> dict[str, Any]:
-    """Return a YAML file's values, after a check of their names and types."""
-    if path is None:
-        return {}
-    try:
-        read = yaml.safe_load(path.read_text())
-    except OSError as error:
-        raise ValueError(f"--config {path}: {error.strerror}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(f"--config {path}: must be YAML: {' '.join(str(error).split())}") from None
-    kinds = {each.name: each.type for each in fields(config)}
-    if not isinstance(read, dict):
-        raise ValueError(f"--config {path}: must be a mapping of {', '.join(kinds)}")
-    for key, value in read.items():
-        if key not in kinds:
-            near = get_close_matches(str(key), kinds) or kinds
-            raise ValueError(f"--config {path}: {key} is not an option; choose from {', '.join(near)}")
-        allowed = get_args(kinds[key]) or (kinds[key],)
-        fits = float in allowed and type(value) is int and abs(value) < 2**63
-        if type(value) not in allowed and not fits:
-            names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in allowed)
-            hint = " (YAML needs the dot in 3.0e-4)" if float in allowed and isinstance(value, str) else ""
-            raise ValueError(f"--config {path}: {key}={value!r} must be {names}{hint}")
-    return read

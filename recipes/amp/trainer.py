@@ -1,12 +1,13 @@
-"""Train a torch module in fp16 or bf16, one process or DDP, on verl-precision's own loss scaler.
+"""Train a torch module in fp16 or bf16, in one process or under DDP, with the loss scaler of the patched verl.
 
     trainer = FP16Trainer(model, optimizer, FP16TrainingConfig())
     for batch in batches:
         loss = trainer.training_step(batch, lambda model, batch: (model(batch.x) - batch.y).square().mean())
     trainer.get_stats()["effective_dtype"]  # the dtype that the multiplications ran in
 
-Masters are the module's own fp32 parameters, autocast computes in 16 bits, and in fp16 the loss is scaled by
-``verl.utils.precision.LossScaler``: unscaled and clipped in one pass, and skipped where a gradient is inf or NaN.
+The masters are the module's own fp32 parameters, and autocast computes in 16 bits. In fp16,
+``verl.utils.precision.LossScaler`` scales the loss, unscales and clips the gradients in one pass, and skips the step if
+one is inf or NaN.
 """
 
 import math
@@ -26,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.amp.checkpoint import (
     InvalidCheckpointError,
+    check_loadable,
     check_model,
     check_optimizer,
-    check_plain,
     optimizer_identity,
     read_checkpoint,
     write_checkpoint,
@@ -47,16 +48,15 @@ from verl.utils.precision import (
 )
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
+COUNTERS = ("training_steps", "overflow_steps", "consecutive_skips")  # in a checkpoint
 
 
 class FP16Trainer:
     """Train a module with autocast, loss scaling, gradient accumulation, clipping and skipped steps, with statistics.
 
     Args:
-        model: a module, or one in ``DistributedDataParallel``, ``torch.compile`` or both; its parameters are the fp32
-            masters.
+        model: a module, or one in ``DistributedDataParallel``, ``torch.compile`` or both, with fp32 parameters.
         optimizer: over all parameters of ``model`` that require a gradient; fused ones skip on the device.
-        config: see :class:`FP16TrainingConfig`.
 
     Raises:
         ValueError: naming a parameter that is not fp32, or that only one of model and optimizer trains.
@@ -70,20 +70,17 @@ class FP16Trainer:
                 self.module, self._ddp = self.module.module, self.module
             else:
                 self.module = self.module._orig_mod
-        self._names = _checked_names(self.module, optimizer)
+        self._names = checked_names(self.module, optimizer)
         self.device = next(parameter.device for group in optimizer.param_groups for parameter in group["params"])
         self.precision, self.fallback = resolve_precision(config, self.device)
         if self.fallback is not None:
             warnings.warn(self.fallback, stacklevel=2)
         self.scaler = self._new_scaler()
-        self.training_steps = 0
-        self.overflow_steps = 0
-        self.consecutive_skips = 0
+        self.training_steps = self.overflow_steps = self.consecutive_skips = 0  # updates
         self.skipped = False  # the last update
         self.grad_norm: Optional[float] = None
         self._micro_steps = 0  # of the update that is being accumulated
-        self._shares: dict[str, float] = {}
-        self._for_inference = False
+        self._shares: dict[str, float] = {}  # of each dtype in the multiplications of the first forward
 
     def _new_scaler(self) -> Optional[LossScaler]:
         return LossScaler(self.config.scaler, self.device.type) if self.precision.loss_scaling else None
@@ -92,15 +89,14 @@ class FP16Trainer:
     def autocast(self) -> Iterator[None]:
         """Autocast the forward and the loss to the trainer's dtype; the first region observes the effective dtype.
 
-        ``backward`` belongs outside, and so does whatever changes the weights: until the region ends, autocast computes
-        with the 16-bit copies that it made of them first. Compiled modules run eagerly in the first region, where
-        a dispatch mode observes their operations.
+        Call ``backward`` and change weights only outside of the region, in which autocast reuses its first 16-bit
+        copies of them. Compiled modules run eagerly in the first region, where a dispatch mode observes operations.
         """
         with self.precision.autocast(self.device.type):
             if self._shares:
                 yield
             else:
-                # Under a dispatch mode alone, dynamo would discard the compiled code for good.
+                # Without the stance, dynamo would permanently discard the compiled code under a dispatch mode.
                 with torch.compiler.set_stance("force_eager"), MultiplicationDtypes() as observed:
                     yield
                 self._shares = observed.shares()
@@ -108,20 +104,14 @@ class FP16Trainer:
     def training_step(self, batch: Any, compute_loss_fn: LossFunction) -> torch.Tensor:
         """Run forward, backward and, with the last micro-batch of an update, the optimizer's step.
 
-        Args:
-            batch: passed to ``compute_loss_fn``.
-            compute_loss_fn: ``(model, batch) -> loss``, 0-d; called under :meth:`autocast`.
+        ``compute_loss_fn`` returns the loss, 0-d, and runs under :meth:`autocast`. Errors: :meth:`backward_and_step`.
 
         Returns:
             the loss, detached, 0-d, fp32. :attr:`skipped` reports whether the update was skipped.
-
-        Raises:
-            ValueError: the loss is no scalar, or has no gradient.
-            LossScaleError, FloatingPointError: as :meth:`backward_and_step`.
         """
         last = self._micro_steps + 1 == self.config.accumulation_steps
-        alone = self._ddp is not None and not last
-        with self._ddp.no_sync() if alone else nullcontext():  # around the forward too, as DDP asks
+        local = self._ddp is not None and not last
+        with self._ddp.no_sync() if local else nullcontext():  # around the forward too, as DDP requires
             with self.autocast():
                 loss = compute_loss_fn(self.model, batch)
             self.backward_and_step(loss)
@@ -130,19 +120,17 @@ class FP16Trainer:
     def backward_and_step(self, loss: torch.Tensor) -> bool:
         """Run the backward of a loss that was computed under :meth:`autocast`, and the step that is then due.
 
-        DDP synchronises the gradients of every micro-batch here; :meth:`training_step` those of the last one alone.
+        Here DDP synchronizes the gradients of every micro-batch; in :meth:`training_step` only those of the last one.
 
         Returns:
-            ``False`` if this update was skipped, for a gradient that is inf or NaN: weights and optimizer state are
-            untouched, the gradients of all its micro-batches are cleared, and in fp16 the scale falls.
+            ``False`` if this update was skipped because a gradient is inf or NaN: weights and optimizer state are
+            unchanged, the gradients of all its micro-batches are cleared, and in fp16 the scale falls.
 
         Raises:
             ValueError: the loss is no scalar, or has no gradient.
             LossScaleError: in fp16, ``max_consecutive_skips`` updates in a row were skipped.
-            FloatingPointError: so in other dtypes.
+            FloatingPointError: the same in other dtypes.
         """
-        if self._for_inference:
-            raise ValueError("the model was cast to float16 for inference: train one with float32 weights")
         if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
             shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r}"
             raise ValueError(f"loss {shape} is not a scalar tensor: reduce it, for example with .mean()")
@@ -159,11 +147,21 @@ class FP16Trainer:
 
     def _update(self) -> None:
         try:
-            if self.scaler is None:
-                self._count(self._clip_and_step())
-                self._check_storm()
-            else:
+            if self.scaler is not None:
                 self._count(self.scaler.clip_and_step(self.optimizer, self.module, self.config.max_grad_norm))
+            else:
+                norm = gradient_norm(self.module, self.device)
+                self._count(norm.item())
+                if not self.skipped:
+                    torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.max_grad_norm, norm)
+                    self.optimizer.step()
+                elif self.consecutive_skips >= self.config.max_consecutive_skips:
+                    where = first_nonfinite_gradient(self.module.named_parameters())
+                    raise FloatingPointError(
+                        f"{self.consecutive_skips} updates in a row had no finite gradients in "
+                        f"{dtype_name(self.precision.compute)} (max_consecutive_skips), "
+                        f"first non-finite gradient: {where}"
+                    )
         except LossScaleError:
             self._count(math.inf)
             raise
@@ -177,31 +175,8 @@ class FP16Trainer:
         self.overflow_steps += self.skipped
         self.consecutive_skips = self.consecutive_skips + 1 if self.skipped else 0
 
-    def _check_storm(self) -> None:
-        """Raise after too many consecutive skips, as the scaler does, in dtypes without a loss scale."""
-        if self.consecutive_skips >= self.config.max_consecutive_skips:
-            where = first_nonfinite_gradient(self.module.named_parameters())
-            raise FloatingPointError(
-                f"{self.consecutive_skips} updates in a row had no finite gradients in "
-                f"{dtype_name(self.precision.compute)} (max_consecutive_skips), first non-finite gradient: {where}"
-            )
-
-    def _clip_and_step(self) -> float:
-        """Clip, step unless the norm is not finite, and return the norm, in dtypes without a loss scale."""
-        norm = gradient_norm(self.module, self.device)
-        result = norm.item()
-        if math.isfinite(result):
-            torch.nn.utils.clip_grads_with_norm_(self.module.parameters(), self.config.max_grad_norm, norm)
-            self.optimizer.step()
-        return result
-
     def get_stats(self) -> dict[str, Any]:
-        """Return the statistics up to now, for a logger.
-
-        ``training_steps`` are updates, ``overflow_steps`` those of them that were skipped. ``effective_dtype`` is the
-        one in which most multiplications of the first forward ran, ``effective_dtype_share`` the share of each:
-        observed, ``None`` before the first forward.
-        """
+        """Return the statistics up to now, for a logger; ``effective_dtype`` is ``None`` before the first forward."""
         return {
             "training_steps": self.training_steps,
             "overflow_steps": self.overflow_steps,
@@ -217,50 +192,28 @@ class FP16Trainer:
             "fallback": self.fallback,
         }
 
-    def cast_model_to_fp16(self) -> torch.nn.Module:
-        """Cast the weights to float16, for inference alone: no step is taken afterwards.
-
-        Raises:
-            ValueError: this trainer scales its loss, so the weights are the masters that the optimizer updates.
-        """
-        if self.scaler is not None:
-            raise ValueError(
-                "cast_model_to_fp16 with a loss scaler: these weights are the optimizer's masters; in float16 they "
-                "lose small updates, and Adam's epsilon is 0. Autocast computes in float16 already; cast a copy instead"
-            )
-        self._for_inference = True
-        return self.module.half()
-
     def save_checkpoint(self, path: str | os.PathLike, extra: Optional[Mapping[str, Any]] = None) -> None:
-        """Write model, optimizer, loss scaler, counters and provenance; whole, or not at all. DDP: every rank calls it.
+        """Write model, optimizer, loss scaler, counters and provenance; completely, or not at all. DDP: on every rank.
 
-        Gradients of an update that is being accumulated are not saved.
-
-        Args:
-            extra: tensors and plain Python values, which :meth:`load_checkpoint` returns.
-
-        Raises:
-            ValueError: ``extra`` contains something else, or the weights were cast for inference.
+        ``extra``, tensors and plain Python values, is what :meth:`load_checkpoint` returns. Gradients of an update that
+        is being accumulated are not saved.
         """
         extra = dict(extra or {})
-        check_plain(extra, "extra")
-        if self._for_inference:
-            raise ValueError("the model was cast to float16 for inference: a checkpoint contains float32 weights")
+        check_loadable(extra)
         try:
             if not dist.is_initialized() or dist.get_rank() == 0:
                 self._write(Path(path), extra)
-        finally:  # the others are not left waiting for a rank that could not write
+        finally:  # or the others would wait for a rank that could not write
             if dist.is_initialized():
                 dist.barrier()
 
     def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        counters = ("training_steps", "overflow_steps", "consecutive_skips")
         saved = {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "optimizer_of": optimizer_identity(self.optimizer, self._names),
             "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
-            "counters": {name: getattr(self, name) for name in counters},
+            "counters": {name: getattr(self, name) for name in COUNTERS},
             "extra": extra,
             "provenance": {
                 "config": asdict(self.config),
@@ -274,45 +227,44 @@ class FP16Trainer:
 
     def load_checkpoint(self, path: str | os.PathLike) -> dict[str, Any]:
         """Load what :meth:`save_checkpoint` wrote. The config stays this trainer's, and so does the optimizer's
-        implementation (``fused``, ``foreach``); its learning rate and the like are the checkpoint's.
+        implementation (``fused``, ``foreach``); learning rate and the like are the checkpoint's.
 
         A checkpoint without a loss scale (of another dtype, or of a run that ended in :class:`LossScaleError`) loads
-        with a warning, and the scale starts anew.
+        with a warning, and the scale starts at ``loss_scale``.
 
         Returns:
             the ``extra`` that was saved, on the CPU.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            InvalidCheckpointError: truncated, from a newer version, or of another model or optimizer; nothing was
+            InvalidCheckpointError: truncated, from a newer version, or of another model or optimizer. Nothing was
                 loaded.
         """
         saved = read_checkpoint(path)
         check_model(saved["model"], self.module.state_dict(), path)
-        groups = check_optimizer(saved, self.optimizer, self._names, path)
+        check_optimizer(saved, optimizer_identity(self.optimizer, self._names), path)
         scaler = self._new_scaler()
         try:
             load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
         except ValueError as error:
             raise InvalidCheckpointError(str(error)) from None
-        counters = saved["counters"]
         self.scaler = scaler
         self.module.load_state_dict(saved["model"])
+        groups = [
+            saved_group | {key: group[key] for key in ("foreach", "fused") if key in group}
+            for saved_group, group in zip(saved["optimizer"]["param_groups"], self.optimizer.param_groups, strict=True)
+        ]
         self.optimizer.load_state_dict({**saved["optimizer"], "param_groups": groups})
         self.optimizer.zero_grad(set_to_none=True)
-        self.training_steps, self.overflow_steps = counters.get("training_steps", 0), counters.get("overflow_steps", 0)
-        skips = counters.get("consecutive_skips", 0)
-        self.consecutive_skips = skips if scaler is None else scaler.consecutive_skips
+        for name in COUNTERS:
+            setattr(self, name, saved["counters"].get(name, 0))
+        if scaler is not None:
+            self.consecutive_skips = scaler.consecutive_skips
         self.skipped, self.grad_norm, self._micro_steps = False, None, 0
         return saved["extra"]
 
 
-def _checked_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
-    """Return the names of a module's parameters, after a check that the optimizer trains the same ones in float32.
-
-    Raises:
-        ValueError: naming the parameter that is not fp32, or that only one of the two trains.
-    """
+def checked_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[torch.nn.Parameter, str]:
+    """Return the names of a module's parameters, after a check that the optimizer trains the same ones in float32."""
     names = {parameter: name for name, parameter in module.named_parameters()}
     trained = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if not trained <= names.keys():

@@ -1,6 +1,10 @@
-"""Train a member of the population on trajectories, and mutate it."""
+"""Run one member's generation in a Ray task: learn, play, revise, recombine."""
 
+import math
+import os
+import socket
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,20 +15,80 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from recipes.amp.evolution.config import EvolutionConfig
-from recipes.amp.evolution.trajectory import Policy, Trajectory
+from recipes.amp.environment import make_env
+from recipes.amp.evolution.trajectory import Policy, Trajectory, branch, play
+from recipes.amp.options import check_values, option
 from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
+from verl.utils.precision import report
 
-Weights = dict[str, torch.Tensor]
+
+@dataclass(frozen=True)
+class EvolutionConfig:
+    """Size of the population, what its members do in a generation, and how they learn."""
+
+    env: str = option("CartPole-v1", "a deterministic Gymnasium environment with discrete actions")
+    out: str = option("", "a new folder for the results", "a folder: --out DIR")
+    seed: int = option(0, "seed of all random numbers", "from 0 to 2147483647")
+    fp16_training: bool = option(False, "train in float16", variable="ENABLE_FP16_TRAINING")
+    device: str = option("auto", "device of the workers: auto, cpu or cuda; auto trains in float32 on a CPU")
+    generations: int = option(15, "generations of learning and playing, after one that only plays", "at least 1")
+    population: int = option(8, "number of members")
+    episodes: int = option(4, "episodes that a member plays per generation", "at least 1")
+    revisions: int = option(4, "trajectories per generation that a member continues itself", "at least 0")
+    recombinations: int = option(4, "trajectories per generation that another member continues", "at least 0")
+    elites: int = option(32, "trajectories in the pool from which all members learn", "at least 1")
+    replaced: int = option(2, "members per generation that are replaced by mutated copies of the best")
+    mutation: float = option(0.1, "size of a mutation, in standard deviations of each weight tensor", "at least 0")
+    temperature: float = option(1.0, "of the weights of trajectories, in standard deviations of returns", "positive")
+    hidden: int = option(32, "size of a policy's hidden layer", "at least 1")
+    epochs: int = option(2, "passes over a member's sample of the pool in a generation", "at least 1")
+    batch_size: int = option(128, "environment steps per update", "at least 1")
+    lr: float = option(5e-3, "learning rate of Adam", "positive")
+    loss_scale: float = option(65536.0, "initial loss scale, in float16")
+    address: Optional[str] = option(None, "address of a Ray cluster; by default Ray is started on this machine")
+    cpus: int = option(2, "CPUs for Ray if it is started on this machine", "at least 1")
+    gpus: float = option(1.0, "GPUs, or the share of one, for a member's task on device cuda")
+
+    def __post_init__(self):
+        rules = {
+            "device": (lambda device: device in ("auto", "cpu", "cuda"), "auto, cpu or cuda"),
+            "population": (lambda members: members >= 2, "at least 2"),
+            "replaced": (lambda n: 0 <= n < self.population, f"at least 0 and below population={self.population}"),
+            "gpus": (lambda n: 0 < n < 1 or 1 <= n < math.inf and n % 1 == 0, "a share of one, or a whole number"),
+        }
+        check_values(self, rules)
+        self.trainer  # noqa: B018
+
+    @property
+    def trainer(self) -> FP16TrainingConfig:
+        """Return the trainer's settings."""
+        return FP16TrainingConfig(enabled=self.fp16_training, on_cpu=self.device == "cpu", loss_scale=self.loss_scale)
 
 
 @dataclass(frozen=True)
 class Member:
-    """An agent: its policy's weights, the checkpoint from which its training continues, and its first generation."""
+    """An agent of the population."""
 
-    weights: Weights
-    checkpoint: Optional[bytes] = None
-    born: int = 0
+    weights: dict[str, torch.Tensor]  # of its policy
+    checkpoint: Optional[bytes] = None  # from which its training continues
+    born: int = 0  # its first generation
+
+
+def mutated(member: Member, size: float, seed: int, born: int) -> Member:
+    """Return a copy that begins to train anew, with noise of ``size`` standard deviations on each weight tensor."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: value + size * value.std(correction=0) * torch.randn(value.shape, generator=generator)
+        for name, value in member.weights.items()
+    }
+    return Member(weights, born=born)
+
+
+def cloning_loss(policy: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the weighted cross entropy of the actions taken, 0-d, in fp32; batch: (B, O), (B,), (B,)."""
+    observations, actions, weights = batch
+    return (F.cross_entropy(policy(observations).float(), actions, reduction="none") * weights).mean()
 
 
 def learn(
@@ -32,8 +96,7 @@ def learn(
 ) -> tuple[Member, dict[str, Any]]:
     """Clone a sample of the pool, drawn with replacement, each step weighted by exp(return of its trajectory).
 
-    Returns:
-        the member after it, and its trainer's statistics in this generation.
+    Returns the member after it, and its trainer's statistics in this generation.
     """
     policy.load_state_dict(member.weights)
     policy.to(device)
@@ -49,50 +112,74 @@ def learn(
         scale = config.temperature * (returns.std() + 1e-6)
         worth = np.exp([(each.total - returns.max()) / scale for each in drawn])
         lengths = [len(each.actions) for each in drawn]
-        data = [
-            torch.from_numpy(values).to(device)
-            for values in (
-                np.concatenate([each.observations for each in drawn]),
-                np.concatenate([each.actions for each in drawn]),
-                np.repeat(worth / np.average(worth, weights=lengths), lengths).astype(np.float32),
-            )
-        ]
+        arrays = (
+            np.concatenate([each.observations for each in drawn]),
+            np.concatenate([each.actions for each in drawn]),
+            np.repeat(worth / np.average(worth, weights=lengths), lengths).astype(np.float32),  # mean 1 over steps
+        )
+        data = [torch.from_numpy(values).to(device) for values in arrays]
         overflows_before, losses = trainer.overflow_steps, []
         for _ in range(config.epochs):
             for rows in torch.randperm(sum(lengths), generator=order).split(config.batch_size):
-                batch = [values[rows.to(device)] for values in data]
-                losses.append(trainer.training_step(batch, cloning_loss))
+                losses.append(trainer.training_step([values[rows.to(device)] for values in data], cloning_loss))
         trainer.save_checkpoint(file, {"config": asdict(config)})
         stats = trainer.get_stats()
-        learned = {
-            "loss": torch.stack(losses).mean().item(),
-            "training_steps": stats["training_steps"],
-            "overflow_steps": trainer.overflow_steps - overflows_before,
-            "loss_scale": stats["current_scale"],
-            "effective_dtype": stats["effective_dtype"],
-            "fallback": stats["fallback"],
-        }
+        learned = {key: stats[key] for key in ("training_steps", "effective_dtype", "fallback")}
+        learned |= {"loss": torch.stack(losses).mean().item(), "loss_scale": stats["current_scale"]}
+        learned["overflow_steps"] = trainer.overflow_steps - overflows_before
         weights = {name: value.cpu() for name, value in policy.state_dict().items()}
         return Member(weights, file.read_bytes(), member.born), learned
 
 
-def cloning_loss(policy: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the weighted cross entropy of the actions taken, 0-d, in fp32; batch: (B, O), (B,), (B,)."""
-    observations, actions, weights = batch
-    losses = F.cross_entropy(policy(observations).float(), actions, reduction="none")
-    return (losses * weights).mean()
-
-
-def mutated(member: Member, size: float, seed: int, born: int) -> Member:
-    """Return a copy with noise on its weights, which begins to train anew.
+def run_generation(
+    config: EvolutionConfig,
+    source: str,
+    device: str,
+    generation: int,
+    index: int,
+    population: Sequence[Member],
+    pool: Sequence[Trajectory],
+) -> tuple[Member, list[Trajectory], dict[str, Any]]:
+    """Learn from the pool (empty in the generation that only plays), play episodes, and revise and recombine them.
 
     Args:
-        size: of the noise, in standard deviations of each weight tensor.
-        born: the copy's first generation.
+        source: of ``config.fp16_training``, for the log.
+        device: of the training, chosen by the driver.
+        index: the member's, in ``population``, the members before this generation.
+
+    Returns:
+        the member, the trajectories worth selecting from (revised and recombined ones only where their return is better
+        than their parent's), and its row of metrics.
     """
-    generator = torch.Generator().manual_seed(seed)
-    weights = {
-        name: value + size * value.std(correction=0) * torch.randn(value.shape, generator=generator)
-        for name, value in member.weights.items()
-    }
-    return Member(weights, born=born)
+    torch.set_num_threads(1)
+    began = time.perf_counter()
+    seeds = np.random.SeedSequence((config.seed, generation, index)).generate_state(2)
+    rng = np.random.default_rng(int(seeds[0]))
+    env = make_env(config.env)
+    policy, partner, member = Policy(env, config.hidden), Policy(env, config.hidden), population[index]
+    learned: dict[str, Any] = {"overflow_steps": 0, "effective_dtype": None, "fallback": None}
+    if pool:
+        member, learned = learn(config, torch.device(device), policy, member, pool, int(seeds[1]))
+    choice = {"fp16_training": config.fp16_training, "fp16_training_source": source}
+    choice |= {"effective_dtype": learned["effective_dtype"], "host": socket.gethostname(), "pid": os.getpid()}
+    report("evolution", index, generation=generation, **choice)
+
+    policy.cpu().load_state_dict(member.weights)
+    played = [play(env, policy, int(rng.integers(2**31)), rng) for _ in range(config.episodes)]
+    candidates, counts = list(played), {}
+    others = [other for other in range(len(population)) if other != index]
+    for origin, tries in (("revised", config.revisions), ("recombined", config.recombinations)):
+        gains = []
+        for _ in range(tries):
+            parent = candidates[rng.integers(len(candidates))]
+            if origin == "recombined":
+                partner.load_state_dict(population[rng.choice(others)].weights)
+            child = branch(env, partner if origin == "recombined" else policy, parent, rng, origin)
+            gain = child.total - parent.total
+            if gain > 0:
+                candidates.append(child)
+                gains.append(gain)
+        counts[origin] = {"tried": tries, "kept": len(gains), "gained": sum(gains)}
+    row = {"kind": "member", "generation": generation, "member": index, "born": member.born}
+    row |= {"return_mean": float(np.mean([each.total for each in played])), **counts, **learned, **choice}
+    return member, candidates, row | {"seconds": round(time.perf_counter() - began, 3)}

@@ -1,6 +1,5 @@
-"""Play the trajectories of a policy, replay them up to a step, and select them by their return."""
+"""Play the trajectories of a policy, and replay them up to a step."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,27 +9,20 @@ import torch
 from gymnasium.spaces.utils import flatdim
 from torch import nn
 
-from recipes.amp.environment import flat_observation, make_env
+from recipes.amp.environment import make_env, play_episode
 
 ORIGINS = ("collected", "revised", "recombined")
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """An episode that ``env.reset(seed=seed)`` and the actions replay.
-
-    Args:
-        observations: (T, O), each before the action of its step.
-        actions: (T,).
-        rewards: (T,).
-        origin: one of ``ORIGINS``.
-    """
+    """An episode that ``env.reset(seed=seed)`` and the actions replay."""
 
     seed: int
-    observations: np.ndarray
-    actions: np.ndarray
-    rewards: np.ndarray
-    origin: str = "collected"
+    observations: np.ndarray  # (T, O), each before the action of its step
+    actions: np.ndarray  # (T,)
+    rewards: np.ndarray  # (T,)
+    origin: str = "collected"  # one of ORIGINS
 
     @property
     def total(self) -> float:
@@ -47,7 +39,7 @@ class Policy(nn.Sequential):
 
     @torch.no_grad()
     def act(self, observation: np.ndarray, rng: np.random.Generator) -> int:
-        """Sample an action; a step of the environment, not of the trainer: in fp32."""
+        """Sample an action, in fp32."""
         probabilities = self(torch.from_numpy(observation)).softmax(-1).double().cumsum(-1)
         return min(int((probabilities < rng.random()).sum()), len(probabilities) - 1)
 
@@ -60,33 +52,20 @@ def play(
     prefix: Sequence[int] = (),
     origin: str = "collected",
 ) -> Trajectory:
-    """Play an episode from ``seed``: first the actions of ``prefix``, then the policy's.
+    """Play an episode from ``seed``: first the actions of ``prefix``, then the policy's."""
+    replayed, start = iter(prefix), env.action_space.start
 
-    Raises:
-        ValueError: an observation or a reward that is inf or NaN, by its step.
-    """
-    observations, actions, rewards = [], [], []
-    observation, _ = env.reset(seed=seed)
-    done = False
-    while not done:
-        step = len(actions)
-        where = f"env={env.spec.id}, seed {seed}, step {step}"
-        observations.append(flat_observation(env.observation_space, observation, where))
-        actions.append(int(prefix[step]) if step < len(prefix) else policy.act(observations[-1], rng))
-        observation, reward, terminated, truncated, _ = env.step(env.action_space.start + actions[-1])
-        if not math.isfinite(reward):
-            raise ValueError(f"env={env.spec.id}, seed {seed}, step {step + 1}: the reward is {reward}")
-        rewards.append(float(reward))
-        done = terminated or truncated
-    return Trajectory(seed, np.stack(observations), np.array(actions), np.array(rewards), origin)
+    def choose(observation: np.ndarray) -> int:
+        action = next(replayed, None)
+        return int(start + (policy.act(observation, rng) if action is None else action))
+
+    steps = play_episode(env, choose, seed, f"env={env.spec.id}, seed {seed}")
+    observations, actions, rewards, *_ = zip(*steps, strict=True)
+    return Trajectory(seed, np.stack(observations), np.array(actions) - start, np.array(rewards), origin)
 
 
 def branch(env: gymnasium.Env, policy: Policy, parent: Trajectory, rng: np.random.Generator, origin: str) -> Trajectory:
-    """Replay a trajectory up to a step that ``rng`` chooses, and continue with ``policy``.
-
-    Raises:
-        ValueError: the replay led to other observations or rewards.
-    """
+    """Replay a trajectory up to a step that ``rng`` chooses, check the replay, and continue with ``policy``."""
     step = int(rng.integers(len(parent.actions)))
     child = play(env, policy, parent.seed, rng, parent.actions[:step], origin)
     same_observations = np.array_equal(child.observations[: step + 1], parent.observations[: step + 1])
@@ -96,14 +75,7 @@ def branch(env: gymnasium.Env, policy: Policy, parent: Trajectory, rng: np.rando
 
 
 def replayable_env(name: str, seed: int) -> gymnasium.Env:
-    """Make an environment of discrete actions, and check that seeds and actions replay its trajectories.
-
-    Args:
-        seed: of the first of the two trajectories that are replayed.
-
-    Raises:
-        ValueError: it is unknown, its actions are not discrete, or the same seed and actions lead elsewhere.
-    """
+    """Make an environment of discrete actions, and check that another instance replays two of its trajectories."""
     first, second = make_env(name), make_env(name)
     if not isinstance(first.action_space, gymnasium.spaces.Discrete):
         raise ValueError(f"env={name} has actions {first.action_space}: choose an environment with discrete actions")
@@ -117,8 +89,3 @@ def replayable_env(name: str, seed: int) -> gymnasium.Env:
                 "trajectory; choose a deterministic environment"
             )
     return first
-
-
-def select(trajectories: Sequence[Trajectory], number: int) -> list[Trajectory]:
-    """Return the best by return; of equals those that come first."""
-    return sorted(trajectories, key=lambda each: -each.total)[:number]

@@ -11,7 +11,7 @@ from gymnasium.spaces.utils import flatdim
 
 from recipes.amp.environment import make_env
 
-NATIVE = ("CartPole-v0", "CartPole-v1")  # their vector environments are tested to be the same as single ones
+NATIVE = ("CartPole-v0", "CartPole-v1")  # have vector environments, which are tested to equal single ones
 
 
 class InvalidEnvironmentError(ValueError):
@@ -26,40 +26,25 @@ class EnvironmentState(NamedTuple):
 
 
 class Environments:
-    """A vector environment of tensors; the step after an episode's last is a reset (NEXT_STEP).
+    """A vector environment of tensors; the step after an episode's last is a reset (Gymnasium's NEXT_STEP).
 
-    NEXT_STEP is the only mode of Gymnasium's native vector environments. It also makes an episode's last observation
-    part of the rollout, so that bootstrapping from it needs no extra forward.
-
-    Args:
-        env: Gymnasium's name, or ``module:name``.
-        number: of environments, N.
-        vectorize: native, sync, async or auto.
-        device: where tensors go.
-
-    Raises:
-        ValueError: the environment is unknown, cannot be made, or (:class:`InvalidEnvironmentError`) has spaces that
-            PPO has no networks for.
+    So an episode's last observation is part of the rollout, and bootstrapping from it needs no extra forward.
+    ``largest`` is the absolute value of an observation that the networks can represent.
     """
 
-    largest = torch.finfo(torch.float32).max  # absolute value of an observation that the networks can represent
-
-    def __init__(self, env: str, number: int, vectorize: str, device: torch.device):
-        self.env, self.number, self.device, self.step_number = env, number, device, 0
-        self.mode = ("native" if env in NATIVE else "sync") if vectorize == "auto" else vectorize
-        if self.mode == "native" and env not in NATIVE:
-            raise InvalidEnvironmentError(
-                f"vectorize=native must be auto, sync or async with env={env}: only CartPole has native environments"
-            )
-        reset = {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
-        mode, reset = ("vector_entry_point", {}) if self.mode == "native" else (self.mode, reset)
-        self.vector = make_env(env, gymnasium.make_vec, num_envs=number, vectorization_mode=mode, vector_kwargs=reset)
-        observed, acted = self.vector.single_observation_space, self.vector.single_action_space
+    def __init__(self, env: str, number: int, device: torch.device, largest: float):
+        self.env, self.number, self.device, self.largest, self.step_number = env, number, device, largest, 0
+        mode = "vector_entry_point" if env in NATIVE else "sync"
+        settings = {} if env in NATIVE else {"autoreset_mode": gymnasium.vector.AutoresetMode.NEXT_STEP}
+        self.vector = make_env(
+            env, gymnasium.make_vec, num_envs=number, vectorization_mode=mode, vector_kwargs=settings
+        )
+        self.observation_space = observed = self.vector.single_observation_space
+        self.action_space = acted = self.vector.single_action_space
         if not isinstance(observed, Box | Discrete):
             raise InvalidEnvironmentError(f"env={env}: observations are {observed}, but must be Box or Discrete")
         if not isinstance(acted, Discrete | MultiDiscrete):
             raise InvalidEnvironmentError(f"env={env}: actions are {acted}, but must be Discrete or MultiDiscrete")
-        self.observation_space, self.action_space = observed, acted
         self.inputs = flatdim(observed)
         choices = acted.n if isinstance(acted, Discrete) else acted.nvec.ravel()
         self.factors = [int(n) for n in np.atleast_1d(choices)]
@@ -69,14 +54,7 @@ class Environments:
         return self._state(*self.vector.reset(seed=seed))
 
     def step(self, actions: torch.Tensor) -> tuple[EnvironmentState, np.ndarray, np.ndarray, np.ndarray]:
-        """Take actions (N, factors).
-
-        Returns:
-            the next state; rewards, terminated and truncated, (N,) each.
-
-        Raises:
-            InvalidEnvironmentError: an observation or a reward that is not finite, an action mask without an action.
-        """
+        """Take actions (N, factors), and return the next state; rewards, terminated and truncated, (N,) each."""
         taken = actions.cpu().numpy().reshape(self.number, *self.action_space.shape) + self.action_space.start
         observations, rewards, terminated, truncated, infos = self.vector.step(taken)
         self.step_number += 1
@@ -97,7 +75,7 @@ class Environments:
                     f"env={self.env}: an action_mask requires Discrete actions, but these are {self.action_space}"
                 )
             allowed = np.asarray(infos["action_mask"]).astype(bool) | ~infos["_action_mask"][:, None]
-            self._check("number of actions that action_mask allows", allowed.sum(-1), allowed.any(-1), "1 at least")
+            self._check("number of actions that action_mask allows", allowed.sum(-1), allowed.any(-1), "at least 1")
         return EnvironmentState(torch.from_numpy(flat).to(self.device), torch.from_numpy(allowed).to(self.device))
 
     def _check(self, name: str, values: np.ndarray, good: np.ndarray, allowed: str) -> None:

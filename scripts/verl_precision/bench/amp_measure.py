@@ -1,4 +1,4 @@
-"""Measure the arms of a scenario: they take turns at every update, from the same weights and on the same data."""
+"""Measure the arms of a scenario, which take turns at every update, from the same weights and on the same data."""
 
 import hashlib
 import itertools
@@ -9,10 +9,11 @@ from typing import Any, Optional
 
 import torch
 
-from verl_precision.bench.amp_scenarios import SCENARIOS, TF32, Arm, BuiltArm, arms_on
+from verl_precision.bench.amp_scenarios import BASE, SCENARIOS, TF32, Arm, BuiltArm, arms_on
 from verl_precision.bench.gpu_formats import set_tf32
 from verl_precision.bench.interleave import rounds
 from verl_precision.bench.resource_usage import gpu_busy, peak_memory
+from verl_precision.format import significant
 
 LAST = 5  # updates over which the final loss is a mean
 MIB = 2**20
@@ -20,41 +21,30 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class ArmResult:
-    """The measurements of one arm of a scenario in one repeat.
-
-    Attributes:
-        order: the arm's place in each timed round, from 0.
-        weights: a digest of the initial ones.
-        effective_share: of the multiplications of the first forward, in ``effective_dtype``.
-        overflow_steps: of all ``optimizer_steps``, warm-up included.
-        seconds: of an update, the median over the timed ``updates``.
-        throughput: in ``unit`` per second.
-        gpu_busy: the share of an update in which the GPU computes.
-        first, last: the loss or the return: of the first update, and the mean over the last ``LAST``.
-    """
+    """The measurements of one arm of a scenario in one repeat: a row of the CSV."""
 
     scenario: str
     arm: str
     repeat: int
     seed: int
-    order: str
-    weights: str
+    order: str  # the arm's place in each timed round, from 0
+    weights: str  # digest of the initial ones
     max_grad_norm: float
     requested_dtype: str
     effective_dtype: Optional[str]
-    effective_share: Optional[float]
+    effective_share: Optional[float]  # of effective_dtype in the multiplications of the first forward
     fallback: Optional[str]
-    optimizer_steps: int
+    optimizer_steps: int  # warm-up included
     overflow_steps: int
-    updates: int
-    seconds: float
-    throughput: float
+    updates: int  # timed ones
+    seconds: float  # of an update, the median
+    throughput: float  # in unit per second
     unit: str
     memory_mib: float
-    gpu_busy: Optional[float]
-    outcome: str
-    first: float
-    last: float
+    gpu_busy: Optional[float]  # share of an update in which the GPU computes
+    outcome: str  # loss or return
+    first: float  # of the first update
+    last: float  # mean over the last LAST updates
 
     @property
     def wrong_dtype(self) -> str:
@@ -67,12 +57,7 @@ class ArmResult:
 
 
 def measure(name: str, size: str, repeat: int, seed: int, device: torch.device, on_cpu: bool = True) -> list[ArmResult]:
-    """Measure all arms of a scenario, in one repeat.
-
-    Args:
-        size: "small", "cpu" or "cuda".
-        on_cpu: see :class:`Arm`.
-    """
+    """Measure all arms of a scenario, in one repeat; ``size`` is "small", "cpu" or "cuda"."""
     scenario = SCENARIOS[name]
     shape = dict(scenario.sizes[size])
     updates = shape.pop("updates")
@@ -140,11 +125,32 @@ def digest(module: torch.nn.Module) -> str:
     return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()[:12]
 
 
-def scenarios_in(rows: list[ArmResult]) -> list[str]:
-    """Return the names of the measured scenarios, in their order."""
-    return list(dict.fromkeys(row.scenario for row in rows))
+@dataclass(frozen=True)
+class Ratio:
+    """The base's value over an arm's in the same repeat: the median over the repeats and the range, or why not."""
+
+    median: float = math.nan
+    low: float = math.nan
+    high: float = math.nan
+    reason: str = ""
+
+    @property
+    def saving(self) -> str:
+        """Return how much less the arm needs, in percent."""
+        return "n/a" if self.reason else f"{1 - 1 / self.median:.0%}"
+
+    def __str__(self) -> str:
+        if self.reason:
+            return "n/a"
+        return f"{significant(self.median)} ({significant(self.low)}–{significant(self.high)})"
 
 
-def arms_in(rows: list[ArmResult]) -> list[str]:
-    """Return the names of the measured arms, in their order."""
-    return list(dict.fromkeys(row.arm for row in rows))
+def ratio(rows: list[ArmResult], scenario: str, arm: str, field: str, base: str = BASE) -> Ratio:
+    """Return the base's ``field`` over the arm's, over the repeats; n/a where one computed in another dtype."""
+    by = {name: [row for row in rows if (row.scenario, row.arm) == (scenario, name)] for name in (base, arm)}
+    for name, several in by.items():
+        for row in several:
+            if row.wrong_dtype:
+                return Ratio(reason=row.wrong_dtype if name == arm else f"{base}: {row.wrong_dtype}")
+    values = [getattr(first, field) / getattr(other, field) for first, other in zip(by[base], by[arm], strict=True)]
+    return Ratio(median(values), min(values), max(values))

@@ -1,7 +1,7 @@
 """Define the scenarios of bench_amp: models, sizes, and the arms that differ only in dtype."""
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +11,10 @@ import torch
 from recipes.amp.environment import make_env
 from recipes.amp.evolution.member import cloning_loss
 from recipes.amp.evolution.trajectory import Policy, play
-from recipes.amp.ppo.algorithm import PPO
-from recipes.amp.ppo.config import PPOConfig
+from recipes.amp.ppo.algorithm import PPO, PPOConfig
 from recipes.amp.trainer import FP16Trainer
 from recipes.amp.trainer_config import FP16TrainingConfig
-from recipes.amp.world_model.model import WorldModel
-from recipes.amp.world_model.objective import world_model_loss
-from recipes.amp.world_model.trajectories import collect
+from recipes.amp.world_model import WorldModel, collect, world_model_loss
 from verl_precision.bench.gpu_formats import lacks_ampere
 
 BASE = "fp32"
@@ -38,16 +35,12 @@ def arms_on(device: torch.device) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Arm:
-    """Settings of a scenario in one repeat: dtype, seed and device.
-
-    Args:
-        on_cpu: whether to compute in 16 bits on a CPU too.
-    """
+    """Settings of a scenario in one repeat."""
 
     dtype: str
     seed: int
     device: torch.device
-    on_cpu: bool = True
+    on_cpu: bool = True  # compute in 16 bits on a CPU too
 
     def trainer(self, model: torch.nn.Module, lr: float) -> FP16Trainer:
         """Return a trainer of ``model``, on the arm's device, under fused AdamW."""
@@ -58,16 +51,11 @@ class Arm:
 
 @dataclass(frozen=True)
 class BuiltArm:
-    """An arm with its model, optimizer and data.
-
-    Attributes:
-        update: the timed call; returns the loss, 0-d, or the return, ``None`` where no episode has ended.
-        items: number of items an update processes, in the scenario's unit.
-    """
+    """An arm with its model, optimizer and data."""
 
     trainer: FP16Trainer
-    update: Callable[[], Any]
-    items: int
+    update: Callable[[], Any]  # the timed call; returns the loss, 0-d, or the return, None where no episode has ended
+    items: int  # that an update processes, in the scenario's unit
 
 
 def training(trainer: FP16Trainer, batches: Iterable[Any], loss: Callable, items: int) -> BuiltArm:
@@ -152,105 +140,67 @@ def ppo(arm: Arm, **settings: int) -> BuiltArm:
     amp = arm.dtype != ARMS[BASE]
     device = "auto" if arm.device.type == "cpu" and not arm.on_cpu else arm.device.type
     steps = settings["num_envs"] * settings["num_steps"]
-    settings |= {"seed": arm.seed, "total_steps": steps, "anneal": False, "device": device, "use_amp": amp}
+    # So many steps that the learning rate stays nearly the same.
+    settings |= {"seed": arm.seed, "total_steps": 1000 * steps, "device": device, "use_amp": amp}
     algorithm = PPO(PPOConfig(dtype=arm.dtype if amp else "float16", **settings))
     return BuiltArm(algorithm.trainer, lambda: algorithm.iterate()["return_mean"], steps)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """A kind of training, in several sizes.
+    """A kind of training, in several sizes."""
 
-    Attributes:
-        build: ``(arm, **size) -> BuiltArm``; draws from torch's global generator, which is seeded before.
-        unit: of the throughput, per second.
-        sizes: the arguments of ``build`` and the number of timed ``updates``, by preset.
-        outcome: what an update returns: "loss" or "return".
-    """
+    build: Callable[..., BuiltArm]  # (arm, **size); draws from torch's global generator, which is seeded before
+    unit: str  # of the throughput, per second
+    sizes: dict[str, dict[str, int]]  # arguments of build and number of timed updates, by preset
+    outcome: str = "loss"  # what an update returns: "loss" or "return"
 
-    build: Callable[..., BuiltArm]
-    unit: str
-    sizes: dict[str, dict[str, int]]
-    outcome: str = "loss"
+
+def sizes(names: str, **presets: Sequence[int]) -> dict[str, dict[str, int]]:
+    """Return ``{preset: {name: value}}``."""
+    return {preset: dict(zip(names.split(), values, strict=True)) for preset, values in presets.items()}
 
 
 SCENARIOS = {
     "mlp": Scenario(
         mlp,
         "samples",
-        {
-            "small": {"width": 64, "layers": 2, "batch": 32, "updates": 4},
-            "cpu": {"width": 512, "layers": 3, "batch": 512, "updates": 10},
-            "cuda": {"width": 4096, "layers": 6, "batch": 8192, "updates": 10},
-        },
+        sizes("width layers batch updates", small=(64, 2, 32, 4), cpu=(512, 3, 512, 10), cuda=(4096, 6, 8192, 10)),
     ),
     "transformer": Scenario(
         transformer,
         "tokens",
-        {
-            "small": {"vocabulary": 64, "width": 32, "layers": 1, "heads": 2, "length": 16, "batch": 4, "updates": 4},
-            "cpu": {"vocabulary": 256, "width": 128, "layers": 2, "heads": 4, "length": 64, "batch": 8, "updates": 10},
-            "cuda": {
-                "vocabulary": 8192,
-                "width": 1024,
-                "layers": 12,
-                "heads": 16,
-                "length": 1024,
-                "batch": 4,
-                "updates": 10,
-            },
-        },
+        sizes(
+            "vocabulary width layers heads length batch updates",
+            small=(64, 32, 1, 2, 16, 4, 4),
+            cpu=(256, 128, 2, 4, 64, 8, 10),
+            cuda=(8192, 1024, 12, 16, 1024, 4, 10),
+        ),
     ),
     "world_model": Scenario(
         world_model,
         "steps",
-        {
-            "small": {"hidden": 32, "latent": 8, "batch": 4, "length": 20, "updates": 4},
-            "cpu": {"hidden": 256, "latent": 64, "batch": 32, "length": 50, "updates": 10},
-            "cuda": {"hidden": 2048, "latent": 512, "batch": 256, "length": 50, "updates": 10},
-        },
+        sizes(
+            "hidden latent batch length updates",
+            small=(32, 8, 4, 20, 4),
+            cpu=(256, 64, 32, 50, 10),
+            cuda=(2048, 512, 256, 50, 10),
+        ),
     ),
     "evolution": Scenario(
         evolution,
         "steps",
-        {
-            "small": {"hidden": 32, "batch": 64, "updates": 4},
-            "cpu": {"hidden": 1024, "batch": 2048, "updates": 20},
-            "cuda": {"hidden": 8192, "batch": 32768, "updates": 10},
-        },
+        sizes("hidden batch updates", small=(32, 64, 4), cpu=(1024, 2048, 20), cuda=(8192, 32768, 10)),
     ),
     "ppo": Scenario(
         ppo,
         "steps",
-        {
-            "small": {
-                "hidden": 16,
-                "layers": 1,
-                "num_envs": 4,
-                "num_steps": 32,
-                "epochs": 1,
-                "minibatches": 2,
-                "updates": 3,
-            },
-            "cpu": {
-                "hidden": 256,
-                "layers": 2,
-                "num_envs": 32,
-                "num_steps": 64,
-                "epochs": 4,
-                "minibatches": 4,
-                "updates": 6,
-            },
-            "cuda": {
-                "hidden": 2048,
-                "layers": 2,
-                "num_envs": 2048,
-                "num_steps": 32,
-                "epochs": 8,
-                "minibatches": 4,
-                "updates": 4,
-            },
-        },
+        sizes(
+            "hidden layers num_envs num_steps epochs minibatches updates",
+            small=(16, 1, 4, 32, 1, 2, 3),
+            cpu=(256, 2, 32, 64, 4, 4, 6),
+            cuda=(2048, 2, 2048, 32, 8, 4, 4),
+        ),
         outcome="return",
     ),
 }

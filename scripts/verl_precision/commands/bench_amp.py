@@ -23,12 +23,10 @@ import torch
 from verl_precision.paths import REPO
 
 sys.path.append(str(REPO))  # for the recipes
-from recipes.amp.options import device, flag, new_folder, option, parse, within
-from recipes.amp.ppo.config import KILL_SWITCH
-from verl_precision.bench.amp_figure import plot_ratios
-from verl_precision.bench.amp_measure import ArmResult, measure
-from verl_precision.bench.amp_ratio import ratio, seconds_of
-from verl_precision.bench.amp_report import Conditions, markdown
+from recipes.amp.options import check_values, environment_flag, new_folder, option, parse_config, resolve_device
+from recipes.amp.ppo.algorithm import KILL_SWITCH
+from verl_precision.bench.amp_measure import ArmResult, measure, ratio
+from verl_precision.bench.amp_report import Conditions, markdown, plot_ratios
 from verl_precision.bench.amp_scenarios import BASE, SCENARIOS, no_tf32
 from verl_precision.bench.interleave import machine, machine_slug
 from verl_precision.bench.resource_usage import allocate_workspaces, cpu_seconds
@@ -44,18 +42,15 @@ def bench(
     if device.type == "cuda":
         allocate_workspaces()
     rows: list[ArmResult] = []
-    for name in names:
-        for repeat in range(repeats):
-            begin = time.monotonic()
-            results = measure(name, size, repeat, seed + repeat, device, on_cpu)
-            times = [f"{BASE} {significant(results[0].seconds * 1e3)} ms"]
-            for row in results[1:]:
-                gain = ratio(results, name, row.arm, seconds_of)
-                gain = f"n/a: {gain.reason}" if gain.reason else f"{significant(gain.median)}×"
-                times.append(f"{row.arm} {significant(row.seconds * 1e3)} ms ({gain})")
-            took = time.monotonic() - begin
-            print(f"{name} {repeat + 1}/{repeats}: {', '.join(times)}; {took:.0f} s", flush=True)
-            rows += results
+    for name, repeat in ((name, repeat) for name in names for repeat in range(repeats)):
+        results = measure(name, size, repeat, seed + repeat, device, on_cpu)
+        times = [f"{BASE} {significant(results[0].seconds * 1e3)} ms"]
+        for row in results[1:]:
+            gain = ratio(results, name, row.arm, "seconds")
+            shown = f"n/a: {gain.reason}" if gain.reason else f"{significant(gain.median)}×"
+            times.append(f"{row.arm} {significant(row.seconds * 1e3)} ms ({shown})")
+        print(f"{name} {repeat + 1}/{repeats}: {', '.join(times)}", flush=True)
+        rows += results
     return rows
 
 
@@ -73,56 +68,42 @@ def write(rows: list[ArmResult], conditions: Conditions, out: Path) -> list[Path
 
 @dataclass(frozen=True)
 class AmpBenchOptions:
-    """Options of the command line.
-
-    Raises:
-        ValueError: naming the key, its value and what is allowed.
-    """
+    """Options of the command line."""
 
     repeats: int = option(LEAST_REPEATS, f"repeats of every scenario, each with its own seed; at least {LEAST_REPEATS}")
-    only: Optional[str] = option(None, f"scenarios, separated by commas; default all: {','.join(SCENARIOS)}")
+    only: str = option(",".join(SCENARIOS), "scenarios, separated by commas")
     size: Optional[str] = option(None, "cpu, cuda, or small for tests; default: the size for the device")
     device: str = option("auto", "auto, cpu or cuda; auto: CUDA if available")
-    seed: int = option(0, "seed of the first repeat; each further repeat adds 1")
+    seed: int = option(0, "seed of the first repeat; each further repeat adds 1", "from 0 to 2147483647")
     out: Optional[str] = option(None, "folder for amp-bench-MACHINE.csv, .md and .png; default docs/results")
 
     def __post_init__(self):
         rules = {
-            "repeats": (self.repeats >= LEAST_REPEATS, f"at least {LEAST_REPEATS}"),
-            "only": (set(self.names) <= set(SCENARIOS), f"of {','.join(SCENARIOS)}"),
-            "size": (self.size in (None, "small", "cpu", "cuda"), "small, cpu or cuda"),
-            "seed": (0 <= self.seed < 2**31, "from 0 to 2147483647"),
+            "repeats": (lambda number: number >= LEAST_REPEATS, f"at least {LEAST_REPEATS}"),
+            "only": (lambda names: set(names.split(",")) <= set(SCENARIOS), f"of {','.join(SCENARIOS)}"),
+            "size": (lambda size: size in (None, "small", "cpu", "cuda"), "small, cpu or cuda"),
         }
-        within(self, rules)
-        flag(KILL_SWITCH)  # PPO reads it, after the other scenarios
-        if self.out is None and self.size not in (None, self.where):
-            raise ValueError(f"size={self.size} requires --out: docs/results is for size={self.where} on this machine")
-
-    @property
-    def names(self) -> list[str]:
-        """Return the names of the chosen scenarios."""
-        return list(SCENARIOS) if self.only is None else list(dict.fromkeys(self.only.split(",")))
-
-    @property
-    def where(self) -> str:
-        """Return the device's type, cpu or cuda."""
-        return device(self.device)[0].type
+        check_values(self, rules)
+        environment_flag(KILL_SWITCH)  # PPO reads it, after the other scenarios
+        usual = resolve_device(self.device)[0].type
+        if self.out is None and self.size not in (None, usual):
+            raise ValueError(f"size={self.size} requires --out: docs/results is for size={usual} on this machine")
 
 
 def main(words: Optional[list[str]] = None) -> int:
     """Run the command line ``words`` (``sys.argv`` by default)."""
     words = sys.argv[1:] if words is None else words
-    chosen, _ = parse(AmpBenchOptions, "verl-precision bench-amp", __doc__.splitlines()[0], words)
-    target, size = torch.device(chosen.where), chosen.size or chosen.where
+    chosen, _ = parse_config(AmpBenchOptions, "verl-precision bench-amp", __doc__.splitlines()[0], words)
+    target, _ = resolve_device(chosen.device)
+    size = chosen.size or target.type
     try:
         out = new_folder(chosen.out or REPO / "docs" / "results")
     except ValueError as error:
         sys.exit(f"verl-precision bench-amp: {error}")
     begin, used = time.monotonic(), cpu_seconds()
-    rows = bench(chosen.names, size, chosen.repeats, chosen.seed, target)
+    rows = bench(dict.fromkeys(chosen.only.split(",")), size, chosen.repeats, chosen.seed, target)
     seconds, (used_by_all, own) = time.monotonic() - begin, cpu_seconds()
     others = max(used_by_all - used[0] - (own - used[1]), 0.0) / seconds
     command = "make bench-amp" + (f" ARGS={shlex.quote(shlex.join(words))}" if words else "")
-    conditions = Conditions(chosen.where, size, command, seconds, others, no_tf32(target))
-    print(*write(rows, conditions, out), sep="\n")
+    print(*write(rows, Conditions(target.type, size, command, seconds, others, no_tf32(target)), out), sep="\n")
     return 0

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from verl_precision.bench import amp_measure, amp_report
-from verl_precision.bench.amp_measure import ArmResult, measure
-from verl_precision.bench.amp_ratio import ratio, seconds_of
+from verl_precision.bench.amp_measure import ArmResult, measure, ratio
 from verl_precision.bench.amp_report import Conditions, goals, markdown
 from verl_precision.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario, arms_on, no_tf32
 from verl_precision.bench.resource_usage import cpu_seconds, peak_memory
@@ -73,7 +72,7 @@ def test_report_lists_every_scenario_and_arm(rows, tmp_path):
     assert "other processes used 1.50 of" in busy and "busy with other work" in busy
     gpu = [replace(row, gpu_busy=0.9) for row in rows if row.scenario == "mlp"]
     lines = goals(gpu, conditions("cuda"))
-    assert f"mlp fp16 {ratio(gpu, 'mlp', 'fp16', seconds_of)}" in lines[1]
+    assert f"mlp fp16 {ratio(gpu, 'mlp', 'fp16', 'seconds')}" in lines[1]
     assert lines[0].endswith(": not measured.") and lines[3].endswith("mlp 90%.")
 
 
@@ -87,13 +86,13 @@ def test_speed_up_is_the_median_ratio_over_the_repeats(rows):
     ]
     report = markdown(rows, conditions())
     assert "| 2 (2–4) | 2 | 75% |" in report and "| 1 (0.500–1) | 6 | 25% |" in report
-    speed_up = ratio(rows, "mlp", "fp16", seconds_of)
+    speed_up = ratio(rows, "mlp", "fp16", "seconds")
     assert (speed_up.median, speed_up.low, speed_up.high) == (2.0, 2.0, 4.0)
     fell_back = [replace(row, effective_dtype="float32") if row.arm == "fp16" else row for row in rows]
-    assert ratio(fell_back, "mlp", "fp16", seconds_of).reason == "it ran in float32, not in float16"
-    assert ratio(fell_back, "mlp", "bf16", seconds_of).median == 1.0
+    assert ratio(fell_back, "mlp", "fp16", "seconds").reason == "it ran in float32, not in float16"
+    assert ratio(fell_back, "mlp", "bf16", "seconds").median == 1.0
     base = [replace(row, effective_dtype="float16") if row.arm == "fp32" else row for row in rows]
-    assert ratio(base, "mlp", "bf16", seconds_of).reason.startswith("fp32: it ran in float16")
+    assert ratio(base, "mlp", "bf16", "seconds").reason.startswith("fp32: it ran in float16")
 
 
 def test_arm_that_fell_back_has_no_speed_up(tmp_path, capsys):
@@ -172,7 +171,7 @@ def test_tf32_is_on_in_the_updates_of_its_arm_alone_and_is_the_second_base(rows,
     assert flags == warm_up + timed and measured[1].arm == "tf32"
     gpu = [replace(row, gpu_busy=0.9) for row in measured]
     monkeypatch.setattr(amp_report, "machine", lambda device: "NVIDIA L4")
-    over = {base: str(ratio(gpu, "mlp", "fp16", seconds_of, base)) for base in ("fp32", "tf32")}
+    over = {base: str(ratio(gpu, "mlp", "fp16", "seconds", base)) for base in ("fp32", "tf32")}
     report = markdown(gpu, conditions("cuda"))
     assert f" | {over['fp32']} | {over['tf32']} | " in report and "| speed-up | against tf32 |" in report
     goal = goals(gpu, conditions("cuda"))[1]

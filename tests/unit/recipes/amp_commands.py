@@ -10,8 +10,7 @@ from unittest.mock import patch
 import amp_environments  # noqa: F401  registers them
 import pytest
 
-from recipes.amp.ppo.algorithm import PPO
-from recipes.amp.ppo.config import PPOConfig
+from recipes.amp.ppo.algorithm import PPO, PPOConfig
 
 DTYPES = ("float32", "float16", "bfloat16")
 SMALL = {"num_envs": 4, "num_steps": 8, "total_steps": 96, "hidden": 16, "epochs": 2, "minibatches": 2, "device": "cpu"}

@@ -58,7 +58,7 @@ def snapshot(of: FP16Trainer) -> dict[str, Any]:
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Compare two nests of tensors and plain values bit for bit."""
+    """Return whether two nests of tensors and plain values are bitwise equal."""
     (leaves, tree), (others, other_tree) = tree_flatten(one), tree_flatten(other)
     equal = lambda a, b: torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
     return tree == other_tree and all(equal(a, b) for a, b in zip(leaves, others, strict=True))

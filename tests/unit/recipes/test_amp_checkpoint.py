@@ -1,5 +1,6 @@
 """Checkpoints of the trainer: a resumed run is the uninterrupted one, and an invalid file is refused whole."""
 
+import io
 import math
 import warnings
 from pathlib import Path
@@ -62,10 +63,9 @@ def test_checkpoint_without_loss_scale_loads_with_a_warning(tmp_path):
     assert same_bits(half.module.state_dict(), full.module.state_dict())
     with pytest.warns(UserWarning, match="fp16.pt contains a loss scale, which this run does not use"):
         full.load_checkpoint(tmp_path / "fp16.pt")
-    edited(lambda saved: [saved.pop(key) for key in set(saved) - {"model", "optimizer"}])(tmp_path / "fp32.pt")
-    with pytest.warns(UserWarning, match="fp32.pt contains no loss scale"):  # of another trainer
-        assert half.load_checkpoint(tmp_path / "fp32.pt") == {}
-    assert half.training_steps == 0
+    edited(lambda saved: saved.pop("grad_scaler"))(tmp_path / "fp32.pt")
+    with pytest.warns(UserWarning, match="fp32.pt contains no loss scale"):
+        half.load_checkpoint(tmp_path / "fp32.pt")
 
 
 def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
@@ -83,21 +83,23 @@ def test_checkpoint_of_a_compiled_model_loads_into_a_plain_one(tmp_path):
     assert same_bits(snapshot(plain), snapshot(trained))
 
 
-@pytest.mark.parametrize("value, named", [(np.float64(1.0), "numpy.float64"), (Path("x"), "pathlib")])
+@pytest.mark.parametrize("value, named", [(np.float64(1.0), "numpy"), (Path("x"), "pathlib")])
 def test_extra_that_torch_cannot_load_is_refused(value, named, tmp_path):
-    with pytest.raises(ValueError, match=rf"extra.returns.1 is of {named}"):
+    with pytest.raises(ValueError, match=rf"extra contains {named}.*: save tensors and plain Python values"):
         trainer().save_checkpoint(tmp_path / "a.pt", {"returns": [1.0, value]})
-    with pytest.raises(ValueError, match=rf"extra.returns \(a key\) is of {named}"):
+    with pytest.raises(ValueError, match=rf"extra contains {named}"):  # as a key
         trainer().save_checkpoint(tmp_path / "a.pt", {"returns": {value: 1.0}})
     assert not list(tmp_path.iterdir())
 
 
 def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
-    trained = trainer()
+    trained, save = trainer(), torch.save
     trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 1})
 
-    def interrupted(saved: dict, file: Path) -> None:
-        Path(file).write_bytes(b"half of it")
+    def interrupted(saved: dict, file: Path | io.BytesIO) -> None:
+        if isinstance(file, io.BytesIO):  # the check of `extra`
+            return save(saved, file)
+        file.write_bytes(b"half of it")
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
@@ -116,27 +118,23 @@ INVALID = [
     (lambda path: path.write_bytes(path.read_bytes()[:-500]), NOT_ONE),
     (lambda path: path.write_text("epoch,loss\n1,0.5\n"), NOT_ONE),
     (lambda path: torch.save(network(), path), NOT_ONE),
-    (lambda path: torch.save(network().state_dict(), path), "no model or no optimizer"),
-    (edited(lambda saved: saved["optimizer"].pop("param_groups")), "no model or no optimizer"),
+    (lambda path: torch.save(network().state_dict(), path), "it must have model, optimizer, "),
+    (edited(lambda saved: saved["optimizer"].pop("param_groups")), OPTIMIZER + "its parameters are in a diff"),
     (edited(lambda saved: saved.update(version=2)), "version 2, but this trainer reads up to 1"),
     (edited(lambda saved: saved.update(version="1.0")), "version 1.0, but this trainer"),
-    (edited(lambda saved: saved.update(counters=None)), "not a checkpoint of this trainer: its counters is NoneType"),
+    (edited(lambda saved: saved.update(counters=None)), "not a checkpoint of this trainer: it must have "),
     (
         edited(lambda saved: saved["model"].update({"0.weight": torch.ones(3, 6)})),
         MODEL + r"0.weight has shape \(3, 6\), here \(16, 6\)",
     ),
-    (edited(lambda saved: saved["model"].update(more=torch.ones(1))), MODEL + "only the checkpoint has more"),
-    (edited(lambda saved: saved["model"].pop("2.bias")), MODEL + "only this model has 2.bias"),
+    (edited(lambda saved: saved["model"].update(more=torch.ones(1))), MODEL + r"more has shape \(1,\), here None"),
+    (edited(lambda saved: saved["model"].pop("2.bias")), MODEL + r"2.bias has shape None, here \(1,\)"),
     (
         edited(lambda saved: saved["optimizer"]["param_groups"].append({"params": [4]})),
-        OPTIMIZER + r"groups of \[4, 1\] parameters, here \[4\]",
+        OPTIMIZER + "its parameters are in a different order or in different groups",
     ),
     (edited(lambda saved: saved["optimizer_of"].update({"class": "SGD"})), OPTIMIZER + "SGD, here AdamW"),
     (edited(lambda saved: saved["optimizer_of"]["groups"][0].reverse()), OPTIMIZER + "its parameters are in a diff"),
-    (
-        edited(lambda saved: saved["optimizer"]["state"][0].update(exp_avg=torch.ones(2))),
-        OPTIMIZER + r"exp_avg has shape \(2,\), 0.weight has \(16, 6\)",
-    ),
     (edited(lambda saved: saved["grad_scaler"].update(backoff_factor=0.5)), "loss scaler state has keys"),
     (edited(lambda saved: saved["grad_scaler"].update(scale=math.nan)), "loss scaler state has scale="),
     (edited(lambda saved: saved["grad_scaler"].update(scale=0.0)), "loss scaler state has scale="),

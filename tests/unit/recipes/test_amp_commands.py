@@ -7,18 +7,16 @@ import pytest
 import ray
 from amp_commands import SMALL, records, refusal, words
 
+from recipes.amp import world_model
 from recipes.amp.evolution import __main__ as evolution
-from recipes.amp.evolution import population
-from recipes.amp.evolution.config import EvolutionConfig
-from recipes.amp.options import parse
+from recipes.amp.evolution.member import EvolutionConfig
+from recipes.amp.options import parse_config
 from recipes.amp.ppo import __main__ as ppo
-from recipes.amp.ppo.config import PPOConfig
-from recipes.amp.world_model import __main__ as world_model
-from recipes.amp.world_model.config import WorldModelConfig
+from recipes.amp.ppo.algorithm import PPOConfig
 from verl_precision.paths import REPO
 
 COMMANDS = {"ppo": ppo, "world_model": world_model, "evolution": evolution}
-CONFIGS = {"ppo": PPOConfig, "world_model": WorldModelConfig, "evolution": EvolutionConfig}
+CONFIGS = {"ppo": PPOConfig, "world_model": world_model.WorldModelConfig, "evolution": EvolutionConfig}
 QUICK = {
     "ppo": words(**SMALL, eval_episodes=2),
     "world_model": words(steps=300, held_out_steps=300, length=10, context=3, hidden=8, latent=4, device="cpu"),
@@ -26,7 +24,10 @@ QUICK = {
 }
 INVALID = {
     "ppo world_model evolution": [
-        ("--env=CartPle-v1", "env=CartPle-v1 is unknown to Gymnasium; did you mean CartPole-v1"),
+        (
+            "--env=CartPle-v1",
+            "env=CartPle-v1 cannot be created: Environment `CartPle` doesn't exist. Did you mean",
+        ),
         ("--env=nowhere:X-v0", "env=nowhere:X-v0 cannot be created: No module named 'nowhere'"),
         ("--env=a:b:C-v1", "env=a:b:C-v1 must be NAME or MODULE:NAME"),
         ("--device=tpu", "device=tpu must be auto, cpu or cuda"),
@@ -86,7 +87,7 @@ def test_missing_folder_is_refused(recipe, no_ray):
     "recipe, result", [*((recipe, "metrics.jsonl") for recipe in COMMANDS), ("ppo", "checkpoint.pt")]
 )
 def test_folder_with_results_is_refused_and_kept(recipe, result, monkeypatch, tmp_path):
-    monkeypatch.setattr(population, "ray_session", lambda config: nullcontext("cpu"))
+    monkeypatch.setattr(evolution, "ray_session", lambda config: nullcontext("cpu"))
     (tmp_path / result).write_text("of another run")
     refused = refusal(COMMANDS[recipe], f"--out={tmp_path}", *QUICK[recipe])
     assert refused.startswith(f"out={tmp_path} must be a folder without results")
@@ -119,7 +120,7 @@ def documented() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("recipe, given", documented())
 def test_documented_command_is_accepted(recipe, given, monkeypatch):
     monkeypatch.chdir(REPO)
-    _, sources = parse(CONFIGS[recipe], recipe, "", given.split())
+    _, sources = parse_config(CONFIGS[recipe], recipe, "", given.split())
     assert "command line" in sources.values()
 
 

@@ -108,10 +108,10 @@ def test_update_equals_one_process_with_all_the_data(ranks, dtype):
     """Gradients are synchronised with the last micro-batch only."""
     assert [rank["reductions"] for rank in ranks] == [[0, 0, 1]] * RANKS
     assert ranks[0]["updated"] == ranks[1]["updated"]
-    alone = trainer(network(), "float32", parts=1)
-    train(alone, [data(1).flatten(0, 2)])
-    assert ranks[0]["updated"] == pytest.approx(weights(alone.module), abs=5e-4 if dtype == "float16" else 1e-6)
-    moved = torch.tensor(weights(alone.module)) - torch.tensor(weights(network()))
+    single = trainer(network(), "float32", parts=1)
+    train(single, [data(1).flatten(0, 2)])
+    assert ranks[0]["updated"] == pytest.approx(weights(single.module), abs=5e-4 if dtype == "float16" else 1e-6)
+    moved = torch.tensor(weights(single.module)) - torch.tensor(weights(network()))
     assert moved.norm().item() == pytest.approx(0.25, rel=1e-3)  # max_grad_norm, of the mean gradient of both ranks
 
 
@@ -129,9 +129,9 @@ def test_checkpoint_is_written_once_and_loaded_by_both_ranks_and_by_one_process(
     for rank in ranks:
         assert rank["extra"] == {"epoch": 1} and rank["loaded"] == rank["after"]
         assert rank["resumed"] == rank["went on"] != rank["loaded"]
-    alone = trainer(network(seed=7), dtype)
-    alone.load_checkpoint(folder / f"{dtype}_by_0.pt")
-    assert weights(alone.module) == ranks[0]["after"]
+    single = trainer(network(seed=7), dtype)
+    single.load_checkpoint(folder / f"{dtype}_by_0.pt")
+    assert weights(single.module) == ranks[0]["after"]
     # A failed write is raised by its rank, and the other goes on.
     assert [rank["refused"] for rank in ranks] == [True, False]
 

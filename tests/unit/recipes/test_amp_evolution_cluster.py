@@ -13,7 +13,6 @@ from amp_commands import records, refusal, run, words
 from support.waiting import TIMEOUT_S
 
 from recipes.amp.evolution import __main__ as evolution
-from recipes.amp.evolution.ray_session import QUIET
 from verl_precision.paths import REPO
 
 pytestmark = pytest.mark.subprocess
@@ -28,7 +27,7 @@ def session():
     """A local Ray cluster with one worker, in whose environment the variable is set."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "1")
-        context = ray.init(address="local", num_cpus=1, include_dashboard=False, **QUIET)
+        context = ray.init(address="local", num_cpus=1, include_dashboard=False, **evolution.QUIET)
     yield context.address_info
     ray.shutdown()
 

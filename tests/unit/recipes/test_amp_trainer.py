@@ -155,18 +155,6 @@ def test_parameters_of_model_and_optimizer_must_be_float32_and_match():
     assert torch.equal(model[0].weight, network()[0].weight) and not torch.equal(model[2].weight, network()[2].weight)
 
 
-def test_model_cast_to_fp16_is_for_inference_only(tmp_path):
-    with pytest.raises(ValueError, match="optimizer's masters; in float16 they lose small updates"):
-        trainer().cast_model_to_fp16()  # which has a loss scaler
-    trained = trainer(enabled=False)
-    assert trained.cast_model_to_fp16()(batches(1)[0].half()).dtype == torch.float16
-    with pytest.raises(ValueError, match="cast to float16 for inference"):
-        trained.backward_and_step(torch.ones((), requires_grad=True))
-    with pytest.raises(ValueError, match="cast to float16 for inference"):
-        trained.save_checkpoint(tmp_path / "cast.pt")
-    assert not list(tmp_path.iterdir())
-
-
 def test_recurrent_layers_are_counted_and_shares_weighted_by_operations():
     """Two products a step, of the input and of the state, for each of the gates."""
     for kind, gates in ((torch.nn.LSTM, 4), (torch.nn.GRU, 3)):

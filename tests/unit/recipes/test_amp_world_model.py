@@ -13,11 +13,17 @@ from amp_trainer_cases import DTYPES, trainer
 
 from recipes.amp.checkpoint import InvalidCheckpointError
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
-from recipes.amp.world_model.config import WorldModelConfig
-from recipes.amp.world_model.model import WorldModel
-from recipes.amp.world_model.objective import open_loop_errors, world_model_loss
-from recipes.amp.world_model.train import run, train
-from recipes.amp.world_model.trajectories import Trajectories, collect
+from recipes.amp.world_model import (
+    Trajectories,
+    WorldModel,
+    WorldModelConfig,
+    collect,
+    new_trainer,
+    open_loop_errors,
+    run,
+    train,
+    world_model_loss,
+)
 
 SMALL = {"steps": 600, "held_out_steps": 300, "length": 10, "context": 3, "hidden": 16, "latent": 4, "epochs": 3}
 TINY = WorldModelConfig(env="CartPole-v1", out="-", device="cpu", **SMALL)
@@ -40,9 +46,9 @@ def test_trajectories_record_every_step(data):
 
 
 def test_time_limit_is_not_an_end():
-    data = collect(gymnasium.wrappers.TimeLimit(Counter(), 4), 8, seed=0)
+    data = collect(gymnasium.wrappers.TimeLimit(Counter(), 4), 8, seed=0, length=50)
     assert data.observations[:, :5, 0].tolist() == [[0, 1, 2, 3, 4]] * 2 and not data.ends.any()
-    cart = collect("CartPole-v1", 400, 0)
+    cart = collect("CartPole-v1", 400, 0, 50)
     assert cart.ends.sum() > 10 and cart.ends[cart.valid == 0].eq(0).all()
     assert len(cart.observations[:, 0].unique(dim=0)) == len(cart.observations), "episodes begin in different states"
 
@@ -50,7 +56,7 @@ def test_time_limit_is_not_an_end():
 @pytest.mark.parametrize("name, value", [("observed", "component 1 of the observation"), ("rewarded", "the reward")])
 def test_nonfinite_value_is_refused_by_step_and_component(name, value):
     with pytest.raises(ValueError, match=f"^env=Counter, step 5: {value} is inf$"):
-        collect(Counter(**{name: np.inf}), 20, seed=0)
+        collect(Counter(**{name: np.inf}), 20, seed=0, length=50)
 
 
 def test_statistics_exclude_padding(data):
@@ -115,7 +121,7 @@ def test_open_loop_errors_by_hand():
     model.observation_std *= 2.0
     model.reward_mean += 1.0
     model.reward_std *= 0.5
-    errors = open_loop_errors(model, data, 2)  # of step 2 alone, which leads from 4 to 8; 2 was the last of the context
+    errors = open_loop_errors(model, data, 2)  # of step 2 only, which leads from 4 to 8; 2 was the last of the context
     assert errors == {"model": 2.5, "mean": 2.5, "last_value": 3.0, "reward": 2.0}
 
 
@@ -137,9 +143,10 @@ def test_every_weight_gets_a_gradient(dtype, data):
 def test_training_and_evaluation_share_one_dtype_and_repeat_by_seed(data):
     config, losses = replace(TINY, dtype="bfloat16", epochs=2), []
     for seed in (2, 1, 1):
-        trained, epochs = train(replace(config, seed=seed), data, data)
+        seeded = replace(config, seed=seed)
+        trained = new_trainer(seeded, data)
         with MultiplicationDtypes() as observed:
-            rows = list(epochs)
+            rows = list(train(trained, seeded, data, data))
         losses.append([(row["train_loss"], row["error/model"]) for row in rows])
     assert losses[1] == losses[2] != losses[0]
     assert observed.shares() == {"bfloat16": 1.0} == rows[-1]["effective_dtype_share"]
@@ -160,8 +167,8 @@ def test_training_lowers_the_open_loop_error(tmp_path):
     errors = open_loop_errors(WorldModel.load(tmp_path / "checkpoint.pt"), held_out, config.context)
     assert errors == pytest.approx({name: last[f"error/{name}"] for name in errors})
     picture = (matplotlib.image.imread(tmp_path / "predictions.png")[..., :3] * 255).round().astype(int)
-    orange, red = ((np.abs(picture - color).sum(-1) < 12).sum() for color in ((255, 127, 14), (214, 39, 40)))
-    assert orange > 1000 and red > 100, "predictions, and the mean's error"
+    orange, green = ((np.abs(picture - color).sum(-1) < 12).sum() for color in ((255, 127, 14), (44, 160, 44)))
+    assert orange > 1000 and green > 100, "predictions, and the mean's error"
     trainer().save_checkpoint(tmp_path / "other.pt")
     with pytest.raises(InvalidCheckpointError, match="other.pt: not a checkpoint of a world model"):
         WorldModel.load(tmp_path / "other.pt")

@@ -1,0 +1,335 @@
+"""Train a recurrent world model of an environment in 16 bits.
+
+    python -m recipes.amp.world_model --env Pendulum-v1 --out /tmp/world                 fp16 on a GPU, fp32 on a CPU
+    python -m recipes.amp.world_model --env Pendulum-v1 --out /tmp/world --device cpu    fp16 on a CPU too, slowly
+
+``h[t+1] = GRU(h[t], [z[t], a[t]])`` with ``z[t]`` the encoded observation, or a learned vector where no observation is
+given. From ``h[t+1]`` three heads predict the next observation, the reward and the end of the episode. The first
+``context`` observations of a trajectory are given; all later ones are predicted from the actions only. OUT gets
+metrics.jsonl, predictions.png and checkpoint.pt, which :meth:`WorldModel.load` reads.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+import gymnasium
+import numpy as np
+import torch
+from gymnasium.spaces.utils import flatdim, flatten
+from torch import nn
+from torch.nn import functional as F
+
+from recipes.amp.checkpoint import InvalidCheckpointError, read_checkpoint
+from recipes.amp.environment import make_env, play_episode
+from recipes.amp.figure import plot_panels
+from recipes.amp.options import check_values, finite, new_folder, option, parse_config, resolve_device
+from recipes.amp.trainer import FP16Trainer
+from recipes.amp.trainer_config import FP16TrainingConfig
+from verl.utils.precision import LossScaleError
+
+PROGRAM = "recipes.amp.world_model"
+CONTEXT = 10  # observations given by default
+
+
+@dataclass(frozen=True)
+class WorldModelConfig:
+    """Settings of the collection of trajectories and of the training on them."""
+
+    env: str = option("Pendulum-v1", "a Gymnasium environment")
+    out: str = option("", "a new folder for the results", "a folder: --out DIR")
+    seed: int = option(0, "seed of the environment, the policy, the weights and the batches", "from 0 to 2147483647")
+    device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")
+    dtype: str = option("float16", "float16, bfloat16 or float32")
+    steps: int = option(40000, "environment steps to train on", "at least 1")
+    held_out_steps: int = option(4000, "environment steps to evaluate on", "at least 1")
+    length: int = option(50, "most steps of a trajectory; a longer episode is split")
+    context: int = option(CONTEXT, "observations given to the model before it predicts from the actions only")
+    hidden: int = option(128, "size of the recurrent state and of the hidden layers", "at least 1")
+    latent: int = option(32, "size of an encoded observation", "at least 1")
+    epochs: int = option(30, "passes over the trajectories", "at least 1")
+    batch_size: int = option(16, "trajectories per training step", "at least 1")
+    lr: float = option(4e-3, "learning rate of Adam in the first epoch; it falls linearly towards 0", "positive")
+    loss_scale: float = option(65536.0, "initial loss scale, in float16")
+
+    def __post_init__(self):
+        allowed = f"at least 1 and below length={self.length}"
+        check_values(self, {"context": (lambda context: 1 <= context < self.length, allowed)})
+        self.trainer  # noqa: B018
+
+    @property
+    def trainer(self) -> FP16TrainingConfig:
+        """Return the trainer's settings."""
+        return FP16TrainingConfig(dtype=self.dtype, on_cpu=resolve_device(self.device)[1], loss_scale=self.loss_scale)
+
+
+class Trajectories(NamedTuple):
+    """N stretches of episodes, T steps each at most; after its end a stretch is zero and not ``valid``."""
+
+    observations: torch.Tensor  # (N, T + 1, O), the last is where the last action led
+    actions: torch.Tensor  # (N, T, A), a discrete one as one-hot
+    rewards: torch.Tensor  # (N, T)
+    ends: torch.Tensor  # (N, T), 1 where the environment terminated; a time limit does not
+    valid: torch.Tensor  # (N, T), 1 where there is a step
+
+    def at(self, rows: torch.Tensor) -> "Trajectories":
+        """Return the stretches at these indices."""
+        return Trajectories(*(each[rows] for each in self))
+
+    def to(self, device: torch.device) -> "Trajectories":
+        """Return the stretches on ``device``."""
+        return Trajectories(*(each.to(device) for each in self))
+
+
+def collect(
+    env: str | gymnasium.Env, steps: int, seed: int, length: int, policy: Optional[Callable[[Any], Any]] = None
+) -> Trajectories:
+    """Act in an environment, or one of this name, for ``steps`` steps, in episodes from the resets of ``seed``.
+
+    An episode of more than ``length`` steps (T) continues in the next stretch. Spaces other than boxes are flattened as
+    Gymnasium does. Without a ``policy`` (observation -> action), actions are sampled.
+    """
+    env = make_env(env) if isinstance(env, str) else env
+    name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
+    env.action_space.seed(seed)
+    policy = policy or (lambda observation: env.action_space.sample())
+    stretches: list[list[tuple]] = []
+    remaining = steps
+    while remaining:
+        episode = play_episode(env, policy, seed if remaining == steps else None, f"env={name}")
+        played = list(islice(episode, remaining))
+        remaining -= len(played)
+        stretches += [played[first : first + length] for first in range(0, len(played), length)]
+    env.close()
+    shapes = (length + 1, flatdim(env.observation_space)), (length, flatdim(env.action_space)), *[(length,)] * 3
+    data = Trajectories(*(torch.zeros(len(stretches), *shape) for shape in shapes))
+    for row, taken in enumerate(stretches):
+        before, actions, rewards, ends, after = zip(*taken, strict=True)
+        actions = [flatten(env.action_space, action) for action in actions]
+        series = (before + after[-1:], actions, rewards, ends, [1.0] * len(taken))
+        for tensor, values in zip(data, series, strict=True):
+            tensor[row, : len(values)] = torch.from_numpy(np.array(values, dtype=np.float32))
+    return data
+
+
+class Prediction(NamedTuple):
+    """Predicted observation, reward and end of the episode after each action."""
+
+    observations: torch.Tensor  # (N, T, O)
+    rewards: torch.Tensor  # (N, T)
+    ends: torch.Tensor  # (N, T), logits from forward, probabilities from predict
+
+
+class WorldModel(nn.Module):
+    """Encoder, GRU and three heads; its input and its predictions are in the environment's own units.
+
+    ``hidden`` is the size of the recurrent state and of each head's hidden layer, ``latent`` of an encoded observation.
+    """
+
+    def __init__(self, observation_size: int, action_size: int, hidden: int, latent: int):
+        super().__init__()
+        self.sizes = {"observation_size": observation_size, "action_size": action_size}
+        self.sizes |= {"hidden": hidden, "latent": latent}
+        self.encoder = nn.Sequential(nn.Linear(observation_size, hidden), nn.SiLU(), nn.Linear(hidden, latent))
+        self.unseen = nn.Parameter(torch.zeros(latent))
+        self.dynamics = nn.GRU(latent + action_size, hidden, batch_first=True)
+        heads = {
+            name: nn.Sequential(nn.Linear(hidden, hidden), nn.SiLU(), nn.Linear(hidden, size))
+            for name, size in (("observation", observation_size), ("reward", 1), ("end", 1))
+        }
+        self.heads = nn.ModuleDict(heads)
+        for name, size in (("observation", observation_size), ("action", action_size), ("reward", 1)):
+            self.register_buffer(f"{name}_mean", torch.zeros(size))
+            self.register_buffer(f"{name}_std", torch.ones(size))
+
+    def set_statistics(self, data: Trajectories) -> None:
+        """Normalize by the mean and the standard deviation of these trajectories; a constant is not scaled."""
+        valid = data.valid.bool()
+        for name, values in (
+            ("observation", data.observations[:, 1:][valid]),
+            ("action", data.actions[valid]),
+            ("reward", data.rewards[valid][:, None]),
+        ):
+            std, mean = torch.std_mean(values, 0, correction=0)
+            getattr(self, f"{name}_mean").copy_(mean)
+            getattr(self, f"{name}_std").copy_(torch.where(std > 1e-6 * (1 + mean.abs()), std, 1.0))
+
+    def forward(self, observations: torch.Tensor, actions: torch.Tensor, context: int) -> Prediction:
+        """observations (N, at least context, O), actions (N, T, A) -> normalized predictions in fp32, ends as logits.
+
+        Observations from ``context`` on are not read.
+        """
+        encoded = self.encoder((observations[:, :context] - self.observation_mean) / self.observation_std)
+        unseen = self.unseen.to(encoded.dtype).expand(len(actions), actions.shape[1] - context, -1)
+        taken = (actions - self.action_mean) / self.action_std
+        states, _ = self.dynamics(torch.cat([torch.cat([encoded, unseen], 1), taken.to(encoded.dtype)], -1))
+        observation, reward, end = (head(states).float() for head in self.heads.values())
+        return Prediction(observation, reward.squeeze(-1), end.squeeze(-1))
+
+    @torch.no_grad()
+    def predict(self, observations: torch.Tensor, actions: torch.Tensor, context: int) -> Prediction:
+        """Predict what follows each action, in the environment's units, ends as probabilities; see :meth:`forward`."""
+        steps = min(observations.shape[1], actions.shape[1])
+        if not 1 <= context <= steps:
+            raise ValueError(f"context={context} must be at least 1 and at most the {steps} steps given")
+        observation, reward, end = self(observations, actions, context)
+        observation = observation * self.observation_std + self.observation_mean
+        return Prediction(observation, reward * self.reward_std + self.reward_mean, end.sigmoid())
+
+    @classmethod
+    def load(cls, path: str | Path) -> "WorldModel":
+        """Return the model of a checkpoint of this recipe, on the CPU."""
+        saved = read_checkpoint(path)
+        if "sizes" not in saved["extra"]:
+            raise InvalidCheckpointError(f"{path}: not a checkpoint of a world model")
+        model = cls(**saved["extra"]["sizes"])
+        model.load_state_dict(saved["model"])
+        return model
+
+
+def mean_over(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the mean of values (N, T) by weights (N, T); 0 where all weights are 0."""
+    return (values * weights).sum() / weights.sum().clamp(min=1.0)
+
+
+def world_model_loss(model: nn.Module, batch: Trajectories, context: int = CONTEXT) -> torch.Tensor:
+    """Return the one-step error of the steps in the context, plus the open-loop error of those after it; 0-d, in fp32.
+
+    An error is squared, in standard deviations, of observation (mean of its components) and reward, plus the cross
+    entropy of the end.
+    """
+    predicted = model(batch.observations, batch.actions, context)
+    owner = model.module if hasattr(model, "module") else model
+    with torch.autocast(batch.rewards.device.type, enabled=False):
+        observations = (batch.observations[:, 1:] - owner.observation_mean) / owner.observation_std
+        rewards = (batch.rewards - owner.reward_mean) / owner.reward_std
+        error = (predicted.observations - observations).square().mean(-1) + (predicted.rewards - rewards).square()
+        error = error + F.binary_cross_entropy_with_logits(predicted.ends, batch.ends, reduction="none")
+        parts = slice(None, context), slice(context, None)
+        return sum(mean_over(error[:, part], batch.valid[:, part]) for part in parts)
+
+
+def open_loop_errors(model: WorldModel, data: Trajectories, context: int) -> dict[str, float]:
+    """Return root mean square errors after the context, in standard deviations of the training data.
+
+    ``model`` and ``reward`` are of the model's predictions of observation and reward; ``mean`` and ``last_value`` of
+    observations that are predicted by their mean, and by the last one of the context.
+    """
+    predicted = model.predict(data.observations, data.actions, context)
+    true, last = data.observations[:, 1:], data.observations[:, context - 1 : context].expand_as(predicted.observations)
+    valid = data.valid[:, context:]
+
+    def error(guess: torch.Tensor) -> float:
+        squared = ((guess - true) / model.observation_std).square().mean(-1)
+        return mean_over(squared[:, context:], valid).sqrt().item()
+
+    rewards = ((predicted.rewards - data.rewards) / model.reward_std).square()[:, context:]
+    return {
+        "model": error(predicted.observations),
+        "mean": error(model.observation_mean.expand_as(true)),
+        "last_value": error(last),
+        "reward": mean_over(rewards, valid).sqrt().item(),
+    }
+
+
+def new_trainer(config: WorldModelConfig, data: Trajectories) -> FP16Trainer:
+    """Return the trainer of a new model, normalized by the training data."""
+    torch.manual_seed(config.seed)
+    model = WorldModel(data.observations.shape[-1], data.actions.shape[-1], config.hidden, config.latent)
+    model.set_statistics(data)
+    model.to(resolve_device(config.device)[0])
+    return FP16Trainer(model, torch.optim.Adam(model.parameters(), lr=config.lr), config.trainer)
+
+
+def train(
+    trainer: FP16Trainer, config: WorldModelConfig, data: Trajectories, held_out: Trajectories
+) -> Iterator[dict[str, Any]]:
+    """Train, and yield a row of metrics per epoch; errors on the held-out data are in the trainer's dtype too."""
+    data, held_out = data.to(trainer.device), held_out.to(trainer.device)
+    order = torch.Generator().manual_seed(config.seed)
+    for epoch in range(1, config.epochs + 1):
+        began, before, losses = time.perf_counter(), trainer.overflow_steps, []
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = config.lr * (1 - (epoch - 1) / config.epochs)
+        for rows in torch.randperm(len(data.rewards), generator=order).split(config.batch_size):
+            batch = data.at(rows.to(trainer.device))
+            losses.append(trainer.training_step(batch, lambda *given: world_model_loss(*given, config.context)))
+        with trainer.autocast():
+            errors = open_loop_errors(trainer.module, held_out, config.context)
+        stats = trainer.get_stats()
+        yield {
+            "epoch": epoch,
+            "train_loss": torch.stack(losses).mean().item(),
+            **{f"error/{name}": value for name, value in errors.items()},
+            "overflow_steps": trainer.overflow_steps - before,
+            "training_steps": stats["training_steps"],
+            "loss_scale": stats["current_scale"],
+            "effective_dtype": stats["effective_dtype"],
+            "effective_dtype_share": stats["effective_dtype_share"],
+            "seconds": round(time.perf_counter() - began, 3),
+        }
+
+
+def plot_predictions(
+    model: WorldModel, data: Trajectories, context: int, rows: list[dict[str, Any]], title: str, path: Path
+) -> None:
+    """Plot true and predicted observations of the longest trajectory, at most three components, and the training."""
+    longest = data.at(data.valid.sum(1).argmax()[None])
+    predicted = model.predict(longest.observations, longest.actions, context).observations[0]
+    steps, panels = int(longest.valid.sum()), {}
+    for component in range(min(predicted.shape[-1], 3)):
+        panels[f"observation {component}, from step {context} on predicted"] = {
+            "true": (range(steps + 1), longest.observations[0, : steps + 1, component]),
+            "predicted": (range(1, steps + 1), predicted[:steps, component]),
+        }
+    errors = ("error/last_value", "error/model", "error/mean")
+    for name, keys in {"loss": ["train_loss"], "held-out error (std)": errors, "overflows": ["overflow_steps"]}.items():
+        panels[f"{name}, by epoch"] = {key: ([r["epoch"] for r in rows], [r[key] for r in rows]) for key in keys}
+    plot_panels(panels, title, path)
+
+
+def run(config: WorldModelConfig) -> list[dict[str, Any]]:
+    """Collect, train, evaluate and plot, into ``config.out``, and return the rows of metrics.jsonl, one an epoch."""
+    held_out = collect(config.env, config.held_out_steps, config.seed + 1, config.length)
+    if not held_out.valid[:, config.context :].any():
+        longest = int(held_out.valid.sum(1).max())
+        raise ValueError(f"context={config.context} must be below {longest}, the longest held-out trajectory")
+    out = new_folder(config.out)
+    data = collect(config.env, config.steps, config.seed, config.length)
+    trainer, rows = new_trainer(config, data), []
+    print(f"{int(data.valid.sum())} steps in {len(data.valid)} trajectories of {config.env}", flush=True)
+    with (out / "metrics.jsonl").open("w") as file:
+        for row in train(trainer, config, data, held_out):
+            rows.append(row)
+            file.write(json.dumps(finite(row), allow_nan=False) + "\n")
+            file.flush()
+            print(
+                f"epoch {row['epoch']}/{config.epochs} loss {row['train_loss']:.4f} open-loop error "
+                f"{row['error/model']:.3f} (mean {row['error/mean']:.3f}, last value {row['error/last_value']:.3f}) "
+                f"overflows {row['overflow_steps']} scale {row['loss_scale']:g} {row['effective_dtype']} "
+                f"{row['seconds']:.1f} s",
+                flush=True,
+            )
+    trainer.save_checkpoint(out / "checkpoint.pt", {"config": asdict(config), "sizes": trainer.module.sizes})
+    title = f"{config.env}, trained in {rows[-1]['effective_dtype']}, {config.context} observations given"
+    plot_predictions(trainer.module.cpu(), held_out, config.context, rows, title, out / "predictions.png")
+    print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+    return rows
+
+
+def main() -> None:
+    """Run the command line; an error ends the process with one line and code 1."""
+    config, _ = parse_config(WorldModelConfig, PROGRAM, __doc__.splitlines()[0])
+    try:
+        run(config)
+    except (ValueError, LossScaleError, FloatingPointError) as error:
+        sys.exit(f"{PROGRAM}: {error}")
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,8 @@ AMP is off by default; ``DISABLE_AMP=1`` in the environment overrules --use-amp.
 networks in the same dtype, in separate autocast regions, so that the ratio of new to old probabilities starts at 1.
 Softmax, ratio, losses and advantages are fp32.
 
-DIR gets ``metrics.jsonl`` and TensorBoard's events (one record an update, the same names), ``checkpoint.pt``,
-``curves.png`` and ``evaluation.json``. After an interrupt, the same command with ``--resume`` continues.
+DIR gets ``metrics.jsonl`` and TensorBoard's events (one record an update, the same names), ``checkpoint.pt`` and
+``evaluation.json``. After an interrupt, the same command with ``--resume`` continues.
 """
 
 import json
@@ -23,13 +23,12 @@ from typing import Any, Optional
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes.amp.checkpoint import read_checkpoint
-from recipes.amp.figure import plot_panels
 from recipes.amp.options import finite, new_folder, parse_config
 from recipes.amp.ppo.algorithm import PPO, PPOConfig
 from verl.utils.precision import LossScaleError, dtype_name
 
 PROGRAM = "recipes.amp.ppo"
-CHECKPOINT, METRICS, CURVES, EVALUATION = "checkpoint.pt", "metrics.jsonl", "curves.png", "evaluation.json"
+CHECKPOINT, METRICS, EVALUATION = "checkpoint.pt", "metrics.jsonl", "evaluation.json"
 SAVE_EVERY = 50  # updates between checkpoints
 PROGRESS = ("device", "updates", "episodes", "returns", "generator")  # of a run, in its checkpoint
 MAY_CHANGE = ("out", "resume", "total_steps", "eval_episodes", "device", "compile", "use_amp", "dtype", "loss_scale")
@@ -57,7 +56,6 @@ def train(ppo: PPO, out: Path) -> None:
                 f"{record['overflow_steps']}  {record['steps_per_second']:.0f} steps/s",
                 flush=True,
             )
-    plot_curves(metrics, out / CURVES)
     returns = ppo.evaluate(config.eval_episodes)
     print(f"{len(returns)} episodes by the most probable actions: mean return {fmean(returns):.1f}", flush=True)
     result = {"steps": ppo.steps, "episodes": len(returns), "mean": fmean(returns), "least": min(returns)}
@@ -122,20 +120,11 @@ def resume(ppo: PPO, path: Path) -> str:
     return saved["precision"]["effective_dtype"]
 
 
-def plot_curves(metrics: Path, path: Path) -> None:
-    """Plot the records; the title names every dtype that the run trained in."""
-    records = [json.loads(line) for line in metrics.read_text().splitlines()]
-    names = ("return_mean", "entropy", "approx_kl", "clip_fraction", "loss_scale", "overflow_steps")
-    x = [record["steps"] for record in records]
-    panels = {name: {"over steps": (x, [record[name] for record in records])} for name in names}
-    plot_panels(panels, " then ".join(dict.fromkeys(record["effective_dtype"] for record in records)), path)
-
-
 def main(words: Optional[Sequence[str]] = None) -> None:
     """Run the command line ``words`` (``sys.argv`` by default); an error ends the process with one line and code 1."""
     config, sources = parse_config(PPOConfig, PROGRAM, __doc__.splitlines()[0], words)
     if not config.out:
-        sys.exit(f"{PROGRAM}: --out is missing; give a folder for metrics, checkpoint and figure")
+        sys.exit(f"{PROGRAM}: --out is missing; give a folder for metrics and checkpoint")
     out = Path(config.out)
     try:
         if not config.resume and any((out / name).exists() for name in (METRICS, CHECKPOINT)):

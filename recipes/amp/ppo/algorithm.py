@@ -29,7 +29,7 @@ class PPOConfig:
     """All settings of a run; every field is an option of the command line."""
 
     env: str = option("CartPole-v1", "Gymnasium's name, or module:name; with Discrete or MultiDiscrete actions")
-    out: Optional[str] = option(None, "folder for metrics, checkpoint and figure; a new one unless --resume is given")
+    out: Optional[str] = option(None, "folder for metrics and checkpoint; a new one unless --resume is given")
     use_amp: bool = option(False, f"autocast to --dtype; {KILL_SWITCH}=1 in the environment overrules it")
     dtype: str = option("float16", "dtype of --use-amp: float16 or bfloat16")
     device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")

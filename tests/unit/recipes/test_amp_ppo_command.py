@@ -50,15 +50,13 @@ def test_tensorboard_has_the_records_of_metrics_jsonl(out):
     for name, text in texts.items():
         shown = [event.tensor_proto.string_val[0].decode() for event in board.Tensors(f"{name}/text_summary")]
         assert shown == [text] * 3
-    assert (out / "curves.png").stat().st_size > 20_000
 
 
 def test_run_completes_without_an_episode_that_ends(tmp_path, monkeypatch):
-    """Neither return nor time limit: there are curves, and the evaluation ends."""
+    """Neither return nor time limit: there are records, and the evaluation ends."""
     monkeypatch.setattr(algorithm, "EVALUATION_STEPS", 100)
     run(ppo, *WORDS, "--env=Endless-v0", f"--out={tmp_path}")
     assert {record["return_mean"] for record in records(tmp_path)} == {None}
-    assert (tmp_path / "curves.png").exists()
     assert json.loads((tmp_path / "evaluation.json").read_text())["mean"] == 0.0
 
 

@@ -1,6 +1,5 @@
 """The doctor's table of dtype rules, the trees that it is applied to, the command, and the Python that runs it."""
 
-import importlib.util
 import json
 import os
 import shutil

@@ -89,7 +89,6 @@ DEVELOPMENT = {
         "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu"),
         "bench": Command("measure the cost of a precision"),
         "bench-amp": Command("compare fp16, bf16 and fp32 outside verl", "bench_amp", needs=("torch", "matplotlib")),
-        "matrix": Command("write the support matrices and the state of GPUs into the documents"),
         "setup": Command("set up the environments of this checkout", "setup_env"),
         "wheelhouse": setting("pack the wheels of an environment for machines without a network"),
         "lock": Command("resolve requirements/*.in into *.lock again"),

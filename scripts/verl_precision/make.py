@@ -145,8 +145,8 @@ def command_line(name: str, target: MakeTarget, values: Mapping[str, str]) -> li
     if "." in command:
         folders = [*map(str, MODULES), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        own = [values.get("ONLY", "")] if name == "mutants" else ["--out", f"data/{name}"]
-        return ["-m", command, *filter(None, own)]
+        own = {"mutants": [values["ONLY"]] if values.get("ONLY") else [], "matrix": []}
+        return ["-m", command, *own.get(name, ["--out", f"data/{name}"])]
     if target.takes is None:
         cli.find_module(command).parse(words(values))
     options = arguments(name if name in PATCHING else command, values)

@@ -46,7 +46,8 @@ TARGETS = {
     **dict.fromkeys(("status", "drift"), MakeTarget(takes=("VERL", "OAT"), environment=False)),
     "port": MakeTarget(takes=("FROM", "TO", "DIR", "FRAMEWORK"), environment=False),
     "carry": MakeTarget(takes=("PATCH", "FROM", "DIR", "FRAMEWORK"), environment=False),
-    **dict.fromkeys(("check", "matrix"), MakeTarget(takes=(), environment=False)),
+    "check": MakeTarget(takes=(), environment=False),
+    "matrix": MakeTarget("support.matrix", (), environment=False),
 }
 # The command of each target that acts on a tree of verl or OAT.
 PATCHING = {name: target.command or name for name, target in TARGETS.items() if "OAT" in (target.takes or ())}

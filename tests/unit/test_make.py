@@ -279,4 +279,4 @@ def test_help_of_every_target_is_that_of_its_command():
         assert all(f" {each}=…" in done.stdout for each in target.takes or ())
         command = target.command or name
         module = "." in command or name == "bench-amp"
-        assert f"usage: verl-precision {command} " in done.stdout or module and done.stdout.count("\n\n") > 1, name
+        assert f"usage: verl-precision {command} " in done.stdout or module and "\n\n" in done.stdout, name

@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from verl_precision.bench.memory_report import table
 from verl_precision.files import check_room, write_json
-from verl_precision.run.job import compose, parse_job
+from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.validation import validate
 from verl_precision.spelling import spelled
 from verl_precision.words import file_path, one_of, options, parse_words, shell_words, whole_number
@@ -44,23 +44,44 @@ def chosen_options(values: dict[str, str], name: str, default: Sequence[str]) ->
     return [one_of({name: word}, name, options(name.lower()), "") for word in words]
 
 
+def parse(words: list[str]) -> dict[str, str]:
+    """Return the values of the words by name, after refusing those that are not allowed."""
+    values = parse_words(words, VARIABLES)
+    sizes(values)
+    jobs(values)
+    if "OUT" in values:
+        check_room(Path(file_path(values, "OUT")))
+    return values
+
+
+def sizes(values: dict[str, str]) -> tuple[int, int | None]:
+    """Return the bytes of one GPU, and the tokens of a prompt and its answer."""
+    return whole_number(values, "MEMORY", 1, 80) * GIB, whole_number(values, "LENGTH", 1, None)
+
+
+def jobs(values: dict[str, str]) -> list[Job]:
+    """Return the jobs to plan."""
+    device = one_of(values, "DEVICE", ["cuda", "cpu"], "cuda")
+    common = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
+    experiments = chosen_options(values, "EXPERIMENT", EXPERIMENTS)
+    found = []
+    for experiment, precision in product(experiments, chosen_options(values, "PRECISION", ["fp16"])):
+        # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its own device.
+        choices = common | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
+        job = parse_job([f"{name}={value}" for name, value in choices.items()])
+        found.append(replace(job, device=device, model=values.get("MODEL")))
+    return found
+
+
 def plan_all(values: dict[str, str]) -> dict[str, MemoryPlan]:
     """Return the plan of each job by its title.
 
     Raises:
-        Refused: a value is not allowed, or the configuration or the model cannot be planned.
+        Refused: the configuration or the model cannot be planned.
     """
-    memory, length = whole_number(values, "MEMORY", 1, 80) * GIB, whole_number(values, "LENGTH", 1, None)
-    device = one_of(values, "DEVICE", ["cuda", "cpu"], "cuda")
-    common = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
-    experiments = chosen_options(values, "EXPERIMENT", EXPERIMENTS)
-    precisions = chosen_options(values, "PRECISION", ["fp16"])
+    memory, length = sizes(values)
     plans = {}
-    for experiment, precision in product(experiments, precisions):
-        # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its own device.
-        choices = common | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
-        job = parse_job([f"{name}={value}" for name, value in choices.items()])
-        job = replace(job, device=device, model=values.get("MODEL"))
+    for job in jobs(values):
         config = compose(job, Path("out"))
         check_supported(config)
         # For LoRA verl looks for vLLM, which needs the platform of a separate process.
@@ -82,12 +103,11 @@ def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> No
 
 
 def main(words: list[str]) -> int:
-    values = parse_words(words, VARIABLES)
+    values = parse(words)
     plans = plan_all(values)
     print("\n\n".join(table(title, plan) for title, plan in plans.items()))
     if "OUT" in values:
         out = Path(file_path(values, "OUT"))
-        check_room(out)
         write(plans, values, out)
         print(f"\n  {out / 'plan-memory.md'}")
     return 0

@@ -4,6 +4,7 @@ Each branch is checked as upstream does: by its pre-commit hooks, its check of t
 branch's changes touch. Exit code: 0 all checks pass, 1 refused, or a conflict or a failed check.
 """
 
+import argparse
 import ast
 import os
 import re
@@ -170,10 +171,15 @@ def run(command: list[str], folder: Path, **more: str) -> subprocess.CompletedPr
     )
 
 
-def main(words: list[str]) -> int:
+def parse(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = Parser("verl-precision pr-branch", __doc__)
     parser.add_argument("verl", type=Path, metavar="VERL", help="a clean git clone of verl with a branch main")
     folder = "working folder; kept if there is a conflict"
     parser.add_argument("--dir", type=Path, default=OUTPUTS / "pr-branch", help=folder)
-    args = parser.parse_args(words)
+    return parser.parse_args(words)
+
+
+def main(words: list[str]) -> int:
+    args = parse(words)
     return 0 if make_branches(args.verl, args.dir) else 1

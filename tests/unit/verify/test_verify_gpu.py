@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import gpu_state as state
 from support.report_runs import write_metrics
 from support.trees import RELEASE, edit, patched_tree
 
@@ -19,7 +20,6 @@ from verl_precision.files import write_json
 from verl_precision.patch.releases import VERL, find_release
 from verl_precision.patch.stack import release_stacks
 from verl_precision.paths import REPO
-from verl_precision.verify import state
 from verl_precision.verify.long_model import config
 from verl_precision.verify.record import Verification, device_name, versions
 from verl_precision.verify.report import markdown, write

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from functools import cache
 from operator import itemgetter
 
-from verl_precision.parser import Parser
+from support.gpu_state import pages as gpu_pages
 from verl_precision.patch.releases import load_releases
 from verl_precision.patch.stack import Stack, load_stacks, whole
 from verl_precision.paths import REPO
-from verl_precision.verify.state import pages as gpu_pages
 
 RECORDED = {  # the outcomes of each conformance suite, and of whole jobs
     "verl": ("tests/expected/releases.json", "tests/expected/releases-e2e.json"),
@@ -164,10 +163,12 @@ def pages() -> dict[str, str]:
     return texts
 
 
-def main(words: list[str]) -> int:
-    Parser("verl-precision matrix", __doc__).parse_args(words)  # --help and words write nothing
+def main() -> None:
     for framework, page in pages().items():
         PAGES[framework].write_text(page)
     for file, text in gpu_pages().items():
         file.write_text(text)
-    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -1,80 +1,71 @@
-"""Compare trainer and rollout, and the trainer with itself, in every variant of a probe; summarize the findings."""
+"""Compare trainer and rollout, and the trainer with itself, in every variant of a probe, and report the findings."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from verl_precision.files import read_jsonl
-from verl_precision.probe.mismatch import LEAST, Answer, measure, verdict
+from verl_precision.probe.mismatch import LEAST, Answer, measure
 from verl_precision.probe.options import ProbeOptions
-from verl_precision.probe.rebatching import Rebatching
-from verl_precision.probe.variants import Variant, is_plain
+from verl_precision.probe.recommendation import by_regime, choose, weights_outlook
+from verl_precision.probe.variants import Variant
+from verl_precision.spelling import spelled
+
+SHOWN = 8192  # tokens of the sequences whose weights the verdict judges
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The mismatch of a variant: the result of ``mismatch.measure``, or ``{"overflow": text}``."""
-
-    variant: Variant | Rebatching
-    mismatch: dict
-
-    @property
-    def overflow(self) -> str | None:
-        return self.mismatch.get("overflow")
-
-
-def columns(lines: tuple[dict, dict]) -> list[list]:
-    """Return log-probabilities, and experts if both lines have them, of each answer by the trainer and the rollout."""
-    names = [name for name in ("log_probs", "experts") if all(name in line for line in lines)]
-    return [line[name] for name in names for line in lines]
-
-
-def compare(variants: Sequence[Variant | Rebatching], work: Path) -> list[Comparison]:
-    """Measure the mismatch of each variant from the prompts that both trainer and rollout have completed.
-
-    The trainer with other micro-batches is compared with itself as if that were the rollout. Variants with fewer than
-    two such prompts, which have no spread, are left out.
-    """
-    comparisons = []
+def compare(variants: Iterable[Variant], work: Path) -> list[dict]:
+    """Return a row for each variant: what it compares, and ``mismatch.measure`` of that or the ``overflow``."""
+    rows = []
     for variant in variants:
-        scored, rolled_out = map(read_jsonl, variant.files(work))
-        overflows = [line["overflow"] for line in rolled_out + scored if "overflow" in line]
+        lines = [read_jsonl(file) for file in variant.files(work)]
+        overflows = [line["overflow"] for file in reversed(lines) for line in file if "overflow" in line]
         if overflows:
-            comparisons.append(Comparison(variant, {"overflow": overflows[0]}))
-            continue
-        answers = [
-            Answer(prompt, *map(np.array, answer))
-            for prompt, lines in enumerate(zip(scored, rolled_out, strict=False))
-            for answer in zip(*columns(lines), strict=True)
-        ]
-        if len(scored) >= 2:
-            comparisons.append(Comparison(variant, measure(answers)))
-    return comparisons
+            rows.append(variant.columns() | {"overflow": overflows[0]})
+        elif all(lines):  # no trainer has scored a rollout that overflowed, so none is compared with itself
+            rows.append(variant.columns() | measure(answers_of(*lines)))
+    return rows
 
 
-def summarize(
-    options: ProbeOptions, comparisons: list[Comparison], positions: int, attention: str, exact: str | None
-) -> dict[str, str]:
+def answers_of(scored: list[dict], rolled_out: list[dict]) -> list[Answer]:
+    """Return the answers to all prompts, with experts if both sides have them."""
+    names = [name for name in ("log_probs", "experts") if name in scored[0] and name in rolled_out[0]]
+    answers = []
+    for prompt, lines in enumerate(zip(scored, rolled_out, strict=True)):
+        columns = [line[name] for name in names for line in lines]  # each has an entry per answer
+        answers += [Answer(prompt, *map(np.array, answer)) for answer in zip(*columns, strict=True)]
+    return answers
+
+
+def summarize(options: ProbeOptions, rows: list[dict], positions: int, exact: str | None) -> dict[str, str]:
     """Return the findings by name, the verdict first.
 
     Args:
+        rows: of ``compare``, of trainers and rollouts.
         positions: of the model.
-        attention: transformers' name of the trainer's.
         exact: the 16-bit dtype that represents every weight exactly, if there is one.
     """
-    plain = {each.variant.regime: each.mismatch for each in comparisons if is_plain(each.variant, options)}
-    findings = {"verdict": verdict(plain)}
+    findings = {"verdict": verdict(by_regime(rows))}
     if (options.wire[0], options.head[0]) != ("fp32", "none"):
         findings["verdict"] += f" (weights sent as {options.wire[0]}, fp32 head: {options.head[0]})"
-    measured = [each for each in comparisons if not each.overflow]
+    measured = [row for row in rows if "overflow" not in row]
     if measured:
-        findings |= sample_findings(options, measured, positions)
-    if options.batch:
-        findings["micro-batches"] = (
-            f"packed rows are kept apart by {attention} attention, from their positions; flash attention, which verl "
-            "packs for by default, needs CUDA and was not run"
+        block, longest = min(row["block"] for row in measured), max(row["longest"] for row in measured)
+        findings["measured"] = (
+            f"{options.rows} prompts, {options.samples} answers to each of "
+            f"{measured[0]['tokens'] / measured[0]['sequences']:.1f} tokens on average, at temperature "
+            f"{options.temperature:g}; {options.backend} on {options.device}"
+        )
+        findings["extrapolated"] = (
+            f"ESS/N at lengths that fewer than {LEAST} answers have (the longest has {longest} tokens): from the "
+            f"variance of sums of {block} tokens, assuming the same growth in longer sums; the band is the sampling "
+            f"error of that variance only. The model has {positions} positions"
+        )
+    if growing := [label(row) for row in measured if row["growth"].low > 1]:
+        findings["not independent"] = (
+            f"sums of {block} tokens vary more than independent terms would in {'; '.join(growing)}: "
+            "longer ones may do so even more, and ESS/N be lower than extrapolated"
         )
     if exact:
         findings["masters"] = (
@@ -84,24 +75,23 @@ def summarize(
     return findings
 
 
-def sample_findings(options: ProbeOptions, measured: list[Comparison], positions: int) -> dict[str, str]:
-    """Return the findings on the size of the sample and on the extrapolation to longer responses."""
-    results = [each.mismatch for each in measured]
-    least, most = (pick(result["prompts"] for result in results) for pick in (min, max))
-    block = min(result["block"] for result in results)
-    findings = {
-        "measured": f"{least if least == most else f'{least} to {most}'} of {options.rows} prompts, {options.samples} "
-        f"answers to each of {results[0]['tokens'] / results[0]['sequences']:.1f} tokens on average, at temperature "
-        f"{options.temperature:g}; {options.backend} on {options.device}",
-        "extrapolated": f"ESS/N and sequences clipped at lengths that fewer than {LEAST} answers have (the longest has "
-        f"{max(result['longest'] for result in results)} tokens): from the variance of sums of {block} tokens, "
-        "assuming the same growth in longer sums; the band is the sampling error of that variance alone. "
-        f"The model has {positions} positions",
-    }
-    growing = [each.variant.label for each in measured if each.mismatch["growth"].low > 1]
-    if growing:
-        findings["not independent"] = (
-            f"sums of {block} tokens vary more than independent terms would in {'; '.join(growing)}: "
-            "longer ones may do so even more, and ESS/N be lower than extrapolated"
-        )
-    return findings
+def verdict(regimes: dict[str, dict]) -> str:
+    """Return the verdict on the 16-bit regimes, from the row of each, as one sentence."""
+    overflows = {name: row["overflow"] for name, row in regimes.items() if "overflow" in row}
+    measured = {name: row for name, row in regimes.items() if name != "fp32" and name not in overflows}
+    parts = [choose(measured)[1]]
+    if bitwise := [f"{row['tokens']} tokens in {name}" for name, row in measured.items() if row["equal"].value == 1]:
+        parts = [f"bitwise: trainer and rollout have the same log-probabilities of all {' and '.join(bitwise)}"]
+    elif measured:
+        outlooks = ", ".join(weights_outlook(row, SHOWN) for row in measured.values())
+        parts.append(f"untruncated sequence weights {outlooks}")
+    command = spelled("make preflight")
+    return "; ".join(parts + [f"{name} overflows: {text} ({command})" for name, text in overflows.items()])
+
+
+def label(row: dict) -> str:
+    """Return the name of a row of trainer and rollout, such as ``fp16, bf16 wire``."""
+    wire = "" if row["wire"] == "fp32" else f", {row['wire']} wire"
+    sides = row["fp32_head"]
+    head = "" if sides == "none" else f", fp32 head {'on' if sides == 'both' else 'of'} {sides}"
+    return row["regime"] + wire + head

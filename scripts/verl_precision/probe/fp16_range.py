@@ -5,46 +5,20 @@ all values after it.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch.utils._pytree import tree_leaves
+from tqdm import tqdm
+
+from verl_precision.facts.vllm_float16 import Float16Support
 
 LARGEST = torch.finfo(torch.float16).max  # 65504
 FLUSH_EXPONENT = -25  # magnitudes below 2**-25 round to 0, those above to 2**-24, fp16's smallest subnormal
 HEADROOM = 16  # factor between the largest scaled gradient and 65504, since other batches have larger gradients
 LOWEST_EXPONENT, BINS = -149, 279  # frexp's exponents of fp32, -148 to 128, and one bin more
-
-
-@dataclass
-class ModuleRange:
-    """The largest magnitudes of one module; gradients are those of one pass at loss scale 1."""
-
-    block: bool  # a transformer block: its input and output are the residual stream
-    head: bool  # a direct child of the model without blocks, such as lm_head
-    leaf: bool  # without submodules: its outputs count once among all gradients
-    shared: bool  # shares a weight with another module, so it cannot have a dtype of its own
-    weight: float  # of the module's own weights, without those of submodules
-    input: float = 0.0
-    output: float = 0.0
-    output_gradient: float = 0.0
-    weight_gradient: float = 0.0
-    output_gradient_counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
-    weight_gradient_counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
-
-    @property
-    def activation(self) -> float:
-        return max(self.input, self.output)
-
-    @property
-    def fits(self) -> bool:
-        return max(self.activation, self.weight) <= LARGEST
-
-    @property
-    def fits_if_kept(self) -> bool:
-        """True if it fits when kept in fp32: input and output still pass through fp16, except the output of a head."""
-        return (self.input if self.head else self.activation) <= LARGEST and not self.shared
 
 
 def exponent_counts(gradient: torch.Tensor) -> torch.Tensor:
@@ -65,22 +39,60 @@ def flushed_share(counts: torch.Tensor, log2_scale: int) -> float:
     return below / counts.sum().item() if counts.any() else math.nan
 
 
+def largest(tensors: Iterable[torch.Tensor]) -> float:
+    return max((tensor.detach().abs().max().item() for tensor in tensors), default=0.0)
+
+
+@dataclass
+class GradientRange:
+    """The largest magnitude of gradients, and their ``exponent_counts``."""
+
+    most: float = 0.0
+    counts: torch.Tensor = field(default_factory=lambda: torch.zeros(BINS, dtype=torch.int64))
+
+    def add(self, gradient: torch.Tensor) -> None:
+        self.most = max(self.most, largest([gradient]))
+        self.counts += exponent_counts(gradient)
+
+
+@dataclass
+class ModuleRange:
+    """The largest magnitudes of one module; gradients are those of one pass at loss scale 1."""
+
+    block: bool  # a transformer block: its input and output are the residual stream
+    head: bool  # a direct child of the model without blocks, such as lm_head
+    leaf: bool  # without submodules: its outputs count once among all gradients
+    shared: bool  # shares a weight with another module, so it cannot have another dtype than that
+    weight: float  # of the module's own weights, without those of submodules
+    input: float = 0.0
+    output: float = 0.0
+    output_gradients: GradientRange = field(default_factory=GradientRange)
+    weight_gradients: GradientRange = field(default_factory=GradientRange)
+
+    @property
+    def activation(self) -> float:
+        return max(self.input, self.output)
+
+    @property
+    def fits(self) -> bool:
+        return max(self.activation, self.weight) <= LARGEST
+
+    @property
+    def fits_if_kept(self) -> bool:
+        """True if it fits when kept in fp32: input and output still pass through fp16, except the output of a head."""
+        return (self.input if self.head else self.activation) <= LARGEST and not self.shared
+
+
 def activations_of(tree: object) -> list[torch.Tensor]:
     """Return the tensors with gradient among a module's inputs or outputs; masks have none."""
     return [leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf) and leaf.requires_grad]
 
 
-def largest(tensors: Iterable[torch.Tensor]) -> float:
-    return max((tensor.detach().abs().max().item() for tensor in tensors), default=0.0)
-
-
 def module_ranges(model: torch.nn.Module) -> dict[str, ModuleRange]:
     """Return an empty record for each module, in the model's order."""
     blocks = set(model._no_split_modules or ())
-    owners: dict[torch.nn.Parameter, int] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners[parameter] = owners.get(parameter, 0) + 1
+    own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
+    owners = Counter(parameter for parameters in own.values() for parameter in parameters)
     ranges = {}
     for name, module in model.named_modules():
         contains_block = any(type(part).__name__ in blocks for part in module.modules())
@@ -88,16 +100,14 @@ def module_ranges(model: torch.nn.Module) -> dict[str, ModuleRange]:
             block=type(module).__name__ in blocks,
             head="." not in name and not contains_block,
             leaf=not any(module.children()),
-            weight=largest(module.parameters(recurse=False)),
-            shared=any(owners[parameter] > 1 for parameter in module.parameters(recurse=False)),
+            shared=any(owners[parameter] > 1 for parameter in own[module]),
+            weight=largest(own[module]),
         )
     del ranges[""]
     return ranges
 
 
-def measure(
-    model: torch.nn.Module, rows: list[tuple[torch.Tensor, int]], show: Callable[[int, dict[str, ModuleRange]], None]
-) -> dict[str, ModuleRange]:
+def measure(model: torch.nn.Module, rows: list[tuple[torch.Tensor, int]]) -> dict[str, ModuleRange]:
     """Run forward and backward passes with the loss of verl's actor at advantages of 1, and record each module.
 
     The loss is the negative log-likelihood of the answers' tokens, divided by their number in all rows (verl's
@@ -106,10 +116,6 @@ def measure(
     Args:
         model: in fp32, all weights trainable.
         rows: token ids ``(1, prompt + answer)`` and the prompt's length.
-        show: called after each row with the number of rows done and the ranges so far.
-
-    Returns:
-        The range of each module by name, in the model's order.
 
     Raises:
         ValueError: the loss or a gradient is not finite in fp32 either.
@@ -117,41 +123,32 @@ def measure(
     ranges = module_ranges(model)
     tokens = sum(ids.shape[1] - prompt for ids, prompt in rows)
 
-    def watch(name: str, module: torch.nn.Module):
-        record = ranges[name]
-
+    def watch(module: torch.nn.Module, record: ModuleRange):
         def forward(module, args, kwargs, output):
             outputs = activations_of(output)
             record.input = max(record.input, largest(activations_of((args, kwargs))))
             record.output = max(record.output, largest(outputs))
             for tensor in outputs:
-                tensor.register_hook(backward)
-
-        def backward(gradient):
-            record.output_gradient = max(record.output_gradient, largest([gradient]))
-            record.output_gradient_counts += exponent_counts(gradient)
+                tensor.register_hook(record.output_gradients.add)
 
         return module.register_forward_hook(forward, with_kwargs=True)
 
-    def watch_weight(name: str, parameter: torch.nn.Parameter):
-        record = ranges[name.rpartition(".")[0]]
-
+    def watch_weight(parameter: torch.nn.Parameter, record: ModuleRange):
         def backward(parameter):
-            record.weight_gradient = max(record.weight_gradient, largest([parameter.grad]))
-            record.weight_gradient_counts += exponent_counts(parameter.grad)
+            record.weight_gradients.add(parameter.grad)
             parameter.grad = None  # only the gradients of one pass are in fp16; their sum is in fp32
 
         return parameter.register_post_accumulate_grad_hook(backward)
 
-    hooks = [watch(name, module) for name, module in model.named_modules() if name]
-    hooks += [watch_weight(name, parameter) for name, parameter in model.named_parameters()]
-    for done, (ids, prompt) in enumerate(rows, 1):
+    hooks = [watch(model.get_submodule(name), record) for name, record in ranges.items()]
+    for name, parameter in model.named_parameters():
+        hooks.append(watch_weight(parameter, ranges[name.rpartition(".")[0]]))
+    for done, (ids, prompt) in enumerate(tqdm(rows, "passes", unit="answer"), 1):
         logits = model(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, prompt:], reduction="sum") / tokens
         if not loss.isfinite():
             raise ValueError(f"the loss of row {done} is {loss.item()} in fp32")
         loss.backward()
-        show(done, ranges)
     for hook in hooks:
         hook.remove()
     return ranges
@@ -162,23 +159,61 @@ class Fp16Assessment:
     """Whether and how a model can train in fp16.
 
     Args:
+        ranges: of the model's modules.
         keep: outermost modules to keep in fp32.
         misfit: the module whose value exceeds fp16 and that no kept module helps, or None.
         gradient: the largest gradient in fp16 at loss scale 1, and the name of its module.
-        log2_scale: of the suggested first loss scale, the largest power of two with ``HEADROOM`` above ``gradient``.
-        weights, activations: ``exponent_counts`` of all gradients in fp16, of weights and of leaf modules' outputs.
+        counts: ``exponent_counts`` of all gradients in fp16, of ``weights`` and of leaf modules' ``activations``.
     """
 
+    ranges: dict[str, ModuleRange]
     keep: tuple[str, ...]
     misfit: str | None
     gradient: tuple[float, str]
-    log2_scale: int
-    weights: torch.Tensor
-    activations: torch.Tensor
+    counts: dict[str, torch.Tensor]
+
+    @property
+    def log2_scale(self) -> int:
+        """Of the suggested first loss scale, the largest power of two with ``HEADROOM`` above ``gradient``."""
+        return math.floor(math.log2(LARGEST / HEADROOM / self.gradient[0]))
 
     @property
     def scale(self) -> float:
         return 2.0**self.log2_scale
+
+    @property
+    def largest_activation(self) -> tuple[float, str]:
+        """The largest activation, and the name of its module."""
+        name, record = self.by_activation()[0]
+        return record.activation, name
+
+    def by_activation(self) -> list[tuple[str, ModuleRange]]:
+        """Return the modules and their names, largest activations first."""
+        return sorted(self.ranges.items(), key=lambda item: item[1].activation, reverse=True)
+
+    def verdict(self) -> str:
+        """Return the verdict as one sentence."""
+        if self.misfit is None:
+            return "fits with these modules in fp32: " + ", ".join(self.keep) if self.keep else "fp16 fits"
+        record = self.ranges[self.misfit]
+        reaches = f"reaches {max(record.activation, record.weight):.3g} at {self.misfit}"
+        if record.block:
+            return f"does not fit: the residual stream {reaches}; no module kept in fp32 helps, use bf16"
+        if record.shared:
+            return f"does not fit: a value {reaches}, which shares its weight and cannot be kept in fp32; use bf16"
+        return f"does not fit: a value that passes between the modules of a block {reaches}; use bf16"
+
+    def overrides(self, rollout: Float16Support | None = None) -> list[str]:
+        """Return Hydra overrides of verl, with a rollout in bfloat16 where ``rollout`` is refused in float16."""
+        if self.misfit is not None:
+            return ["+precision=bf16"]
+        actor = "actor_rollout_ref.actor.fsdp_config"
+        words = [f"{actor}.keep_fp32_modules=[{','.join(self.keep)}]"] if self.keep else []
+        words += [f"{actor}.grad_scaler.init_scale={self.scale:.17g}"]
+        words += [f"{actor}.grad_scaler.min_scale={self.scale:.17g}"] if self.scale < 1 else []  # default 1
+        refused = rollout is not None and rollout.supported is False
+        # A rollout server has no list of modules in fp32: it would overflow where the trainer would have.
+        return words + (["actor_rollout_ref.rollout.dtype=bfloat16"] if self.keep or refused else [])
 
 
 def ancestors(name: str) -> list[str]:
@@ -207,46 +242,16 @@ def assess(ranges: dict[str, ModuleRange]) -> Fp16Assessment:
     stream = [name for name in too_large if ranges[name].block]
     misfits = stream or [name for name, outer in too_large.items() if outer is None]
     misfit = max(misfits, key=lambda name: ranges[name].activation, default=None)
-    kept = {outer for outer in too_large.values() if outer is not None}
+    kept = set(too_large.values())
     keep = tuple(name for name in ranges if name in kept and kept.isdisjoint(ancestors(name)))
 
-    largest_gradient, weights, activations = (0.0, ""), torch.zeros(BINS).long(), torch.zeros(BINS).long()
-    for name, record in ranges.items():
-        if not {name, *ancestors(name)}.isdisjoint(keep):
-            if name in keep and not record.head:
-                largest_gradient = max(largest_gradient, (record.output_gradient, name))
-            continue  # in fp32
-        largest_gradient = max(largest_gradient, (max(record.output_gradient, record.weight_gradient), name))
-        weights += record.weight_gradient_counts
-        activations += record.output_gradient_counts if record.leaf else 0
-    if not largest_gradient[0]:
+    in_fp16 = {name: record for name, record in ranges.items() if {name, *ancestors(name)}.isdisjoint(keep)}
+    gradients = [(max(each.output_gradients.most, each.weight_gradients.most), name) for name, each in in_fp16.items()]
+    # What leaves a module in fp32 is cast to fp16, except the loss after a head.
+    gradients += [(ranges[name].output_gradients.most, name) for name in keep if not ranges[name].head]
+    if not max(gradients)[0]:
         raise ValueError("every gradient is zero")
-    log2_scale = math.floor(math.log2(LARGEST / HEADROOM / largest_gradient[0]))
-    return Fp16Assessment(keep, misfit, largest_gradient, log2_scale, weights, activations)
-
-
-def overrides(assessment: Fp16Assessment, bf16_rollout: bool = False) -> list[str]:
-    """Return the assessment as Hydra overrides of verl; ``bf16_rollout`` sets the rollout to bfloat16 in any case."""
-    if assessment.misfit is not None:
-        return ["+precision=bf16"]
-    actor = "actor_rollout_ref.actor.fsdp_config"
-    words = [f"{actor}.keep_fp32_modules=[{','.join(assessment.keep)}]"] if assessment.keep else []
-    words += [f"{actor}.grad_scaler.init_scale={assessment.scale:.17g}"]
-    words += [f"{actor}.grad_scaler.min_scale={assessment.scale:.17g}"] if assessment.scale < 1 else []  # default 1
-    # A rollout server has no list of modules in fp32: it would overflow where the trainer would have.
-    return words + (["actor_rollout_ref.rollout.dtype=bfloat16"] if assessment.keep or bf16_rollout else [])
-
-
-def verdict(ranges: dict[str, ModuleRange], assessment: Fp16Assessment) -> str:
-    """Return the verdict as one sentence."""
-    if assessment.misfit is None and not assessment.keep:
-        return "fp16 fits"
-    if assessment.misfit is None:
-        return "fits with these modules in fp32: " + ", ".join(assessment.keep)
-    record = ranges[assessment.misfit]
-    reaches = f"reaches {max(record.activation, record.weight):.3g} at {assessment.misfit}"
-    if record.block:
-        return f"does not fit: the residual stream {reaches}; no module kept in fp32 helps, use bf16"
-    if record.shared:
-        return f"does not fit: a value {reaches}, which shares its weight and cannot be kept in fp32; use bf16"
-    return f"does not fit: a value that passes between the modules of a block {reaches}; use bf16"
+    none = torch.zeros(BINS, dtype=torch.int64)
+    weights = sum((record.weight_gradients.counts for record in in_fp16.values()), none)
+    outputs = sum((record.output_gradients.counts for record in in_fp16.values() if record.leaf), none)
+    return Fp16Assessment(ranges, keep, misfit, max(gradients), {"weights": weights, "activations": outputs})

@@ -6,15 +6,10 @@ of a sampled token. Intervals are of 95 %, by bootstrap over prompts, since answ
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from verl_precision.format import significant
-from verl_precision.sequence_weights import prediction
-from verl_precision.spelling import spelled
-
-THRESHOLD = 2.0  # of truncated importance weights, verl's default (algorithm.rollout_correction)
 BOUND = 20.0  # verl's SAFETY_BOUND: log weights are clamped to it
 LENGTHS = tuple(2**power for power in range(9, 16))  # 512 … 32768 tokens
 LEAST = 64  # sequences or blocks for an estimate of a variance
@@ -44,18 +39,22 @@ class Answer:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval; None if it cannot be estimated."""
+    """A value and its interval."""
 
-    value: float | None
-    low: float | None = None
-    high: float | None = None
+    value: float
+    low: float
+    high: float
+
+    def text(self, form: str) -> str:
+        """Format as ``0.97 (0.95–0.98)``."""
+        return f"{self.value:{form}} ({self.low:{form}}–{self.high:{form}})"
 
 
 class Bootstrap:
     """Estimate functions of sums over answers, with intervals from the same draws of prompts with replacement."""
 
     def __init__(self, prompts: list[int], seed: int = 0):
-        """``prompts``: the prompt of each answer."""
+        """Draw prompts; ``prompts`` has the prompt of each answer."""
         _, self.of = np.unique(prompts, return_inverse=True)
         number = self.of.max() + 1
         self.draws = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), DRAWS)
@@ -77,12 +76,6 @@ class Bootstrap:
 def k3(log_ratio: np.ndarray) -> np.ndarray:
     """Return exp(d) − d − 1, the k3 estimate of KL(rollout ‖ trainer) (http://joschu.net/blog/kl-approx.html)."""
     return np.expm1(log_ratio) - log_ratio
-
-
-def k3_as_logged(answers: list[Answer]) -> float:
-    """Return ``rollout_corr/k3_kl`` as verl computes it, in fp32: below about 1e-8 it is rounding."""
-    log_ratio = np.concatenate([a.trainer.astype(np.float32) - a.rollout.astype(np.float32) for a in answers])
-    return float(np.mean(np.exp(log_ratio) - log_ratio - np.float32(1)))
 
 
 def weights(log_ratios: np.ndarray) -> np.ndarray:
@@ -111,15 +104,16 @@ def measured_length(result: dict) -> int:
     return max((point["length"] for point in result["curve"] if point["measured"]), default=result["block"])
 
 
-def answer_k3(k3: Estimate, rate: Estimate, length: int, measured: int) -> Estimate:
-    """Return the T·k3 of answers of ``length`` tokens, in nats, measured on answers of at most ``measured`` tokens.
+def answer_k3(result: dict, length: int) -> Estimate:
+    """Return the T·k3 of answers of ``length`` tokens, in nats, from the result of ``measure``.
 
     If the mismatches of an answer's tokens are correlated, the weights vary as independent ones of a larger k3 do. So
-    this is the larger of T times ``k3`` and λT/2, half the variance of the weights' logarithm; ``rate`` is λ.
+    this is the larger of T times k3 and λT/2, half the variance of the weights' logarithm.
     """
-    each = [max(one, other / 2) for one, other in ((k3.value, rate.value), (k3.low, rate.low), (k3.high, rate.high))]
-    beyond = EXTRAPOLATION if length > measured else 1
-    return Estimate(each[0] * length, each[1] * length / beyond, each[2] * length * beyond)
+    k3, rate = result["k3"], result["rate"]
+    value, low, high = (max(one, other / 2) for one, other in zip(astuple(k3), astuple(rate), strict=True))
+    beyond = EXTRAPOLATION if length > measured_length(result) else 1
+    return Estimate(value * length, low * length / beyond, high * length * beyond)
 
 
 def rate_growth(single: np.ndarray, joint: np.ndarray) -> np.ndarray:
@@ -127,41 +121,27 @@ def rate_growth(single: np.ndarray, joint: np.ndarray) -> np.ndarray:
     return np.where(single == 0, 1, joint / single)
 
 
-def clipped(rate: float, length: int) -> float:
-    """Return the share of sequences with a weight above ``THRESHOLD``, for normal log-weights.
-
-    Its variance is λT, and its mean −λT/2, since the mean weight under the rollout's own samples is 1.
-    """
-    if not rate:
-        return 0.0
-    spread = math.sqrt(rate * length)
-    return math.erfc((math.log(THRESHOLD) / spread + spread / 2) / math.sqrt(2)) / 2
-
-
-def at_length(bootstrap: Bootstrap, answers: list[Answer], length: int, rate: Estimate) -> dict:
-    """Return ESS/N and the clipped share of sequence weights over ``length`` tokens, measured or extrapolated."""
+def ess_at_length(bootstrap: Bootstrap, answers: list[Answer], length: int, rate: Estimate) -> dict:
+    """Return ESS/N of sequence weights over ``length`` tokens, measured if enough answers have them."""
     long = np.array([len(answer.rollout) >= length for answer in answers])
     if long.sum() >= LEAST:
         total = np.array([answer.log_ratio[:length].sum() for answer in answers])
         weight = weights(total) * long
         ess = bootstrap(lambda *sums: np.exp(-loss_rate(*sums, sums[-1])), weight, weight**2, long)
-        above = bootstrap(lambda hits, count: hits / count, (total > math.log(THRESHOLD)) * long, long)
-        return {"length": length, "measured": True, "sequences": int(long.sum()), "ess": ess, "clipped": above}
+        return {"length": length, "measured": True, "sequences": int(long.sum()), "ess": ess}
     ess = Estimate(*(math.exp(-value * length) for value in (rate.value, rate.high, rate.low)))
-    above = Estimate(*(clipped(value, length) for value in (rate.value, rate.low, rate.high)))
-    return {"length": length, "measured": False, "ess": ess, "clipped": above}
+    return {"length": length, "measured": False, "ess": ess}
 
 
 def measure(answers: list[Answer]) -> dict:
     """Measure the mismatch of one trainer and one rollout.
 
     Returns:
-        ``prompts``, ``sequences``, ``tokens``, ``longest``; ``k3`` (nats), ``probs_diff`` (mean |Δp|), ``equal`` (share
-        of tokens whose log-probabilities are equal to the bit) and ``clipped_tokens`` (share of tokens with a weight
-        above ``THRESHOLD``) as ``Estimate``; ``k3_as_logged``; ``largest`` |d|; ``rate``, λ per token,
+        ``prompts``, ``sequences``, ``tokens``, ``longest``; as ``Estimate``, ``k3`` (nats), ``probs_diff`` (mean |Δp|)
+        and ``equal`` (share of tokens with bitwise equal log-probabilities); ``largest`` |d|; ``rate``, λ per token,
         estimated from blocks of ``block`` tokens; ``growth``, the ratio of that λ to the λ of single tokens, 1 if their
-        terms are independent; ``curve``, a dict for each length. With fingerprints of experts also ``other_experts``,
-        the share of tokens whose experts differ in any layer, as ``Estimate``.
+        terms are independent; ``curve``, ``ess_at_length`` of each length. With fingerprints of experts also
+        ``other_experts``, the share of tokens whose experts differ in any layer, as ``Estimate``.
     """
     bootstrap = Bootstrap([answer.prompt for answer in answers])
     sizes = np.array([len(answer.rollout) for answer in answers])
@@ -179,80 +159,14 @@ def measure(answers: list[Answer]) -> dict:
         "tokens": int(sizes.sum()),
         "longest": int(sizes.max()),
         "k3": mean([k3(answer.log_ratio).sum() for answer in answers]),
-        "k3_as_logged": k3_as_logged(answers),
         "probs_diff": mean([np.abs(np.exp(a.trainer) - np.exp(a.rollout)).sum() for a in answers]),
         "equal": mean([(a.trainer == a.rollout).sum() for a in answers]),
-        "clipped_tokens": mean([(answer.log_ratio > math.log(THRESHOLD)).sum() for answer in answers]),
         "largest": float(max(np.abs(answer.log_ratio).max() for answer in answers)),
         "rate": rate,
         "block": block,
         "growth": growth,
-        "curve": [at_length(bootstrap, answers, length, rate) for length in sorted({*measured, *LENGTHS})],
+        "curve": [ess_at_length(bootstrap, answers, length, rate) for length in sorted({*measured, *LENGTHS})],
     }
     if answers[0].trainer_experts is not None:
         result["other_experts"] = mean([(each.trainer_experts != each.rollout_experts).sum() for each in answers])
     return result
-
-
-def verdict(regimes: dict[str, dict], shown: int = 8192) -> str:
-    """Return the verdict on the 16-bit regimes as one sentence.
-
-    Args:
-        regimes: the result of ``measure`` for each, or ``{"overflow": text}``.
-        shown: the response length that the sentence refers to.
-    """
-    overflowed = [name for name, result in regimes.items() if "overflow" in result]
-    command = spelled("make preflight")
-    tail = "".join(f"; {name} overflows: {regimes[name]['overflow']} ({command})" for name in overflowed)
-    half = {name: result for name, result in regimes.items() if name != "fp32" and name not in overflowed}
-    order = sorted(half, key=lambda name: half[name]["k3"].value)
-    if not order:
-        return "no 16-bit regime was measured" + tail
-    bitwise = [name for name in order if half[name]["equal"].value == 1]
-    if bitwise:
-        tokens = " and ".join(f"{half[name]['tokens']} tokens in {name}" for name in bitwise)
-        return f"bitwise: trainer and rollout have the same log-probabilities of all {tokens}{tail}"
-    best, *others = order
-    if not others:
-        return f"{best} has a k3 of {half[best]['k3'].value:.2g}; no other 16-bit regime was measured{tail}"
-    if (prompts := half[best]["prompts"]) < LEAST_PROMPTS:
-        return f"the probe does not decide from {prompts} prompts: ask for ROWS={LEAST_PROMPTS} or more{tail}"
-    close = [name for name in others if half[name]["k3"].low <= half[best]["k3"].high]
-    if close:
-        intervals = ", ".join(interval(half[name]["k3"], ".2g") for name in (best, *close))
-        names = " and ".join((best, *close))
-        return f"the probe does not decide between {names}: k3 {intervals}; ask for more ROWS{tail}"
-
-    def cost(name: str) -> str:
-        (point,) = [point for point in half[name]["curve"] if point["length"] == shown]
-        loss, least, most = (significant(100 * float(value), 2) for (value,) in lost([point["ess"]]))
-        return f"{loss} % ({least}–{most}) in {name}"
-
-    def outcome(name: str) -> str:
-        result = half[name]
-        total = answer_k3(result["k3"], result["rate"], shown, measured_length(result))
-        return f"{prediction(total.low, total.high)} in {name} (T·k3 {significant(total.value, 2)})"
-
-    ratios = {name: half[name]["k3"].value / half[best]["k3"].value for name in others}
-    worse = ", ".join(f"{float(f'{ratio:.2g}'):g} times below {name}'s" for name, ratio in ratios.items())
-    (point,) = [point for point in half[best]["curve"] if point["length"] == shown]
-    how = "measured" if point["measured"] else f"extrapolated from {half[best]['block']} tokens"
-    least = f"{best} mismatches least: its k3 of {half[best]['k3'].value:.2g} is {worse}"
-    costs, outcomes = (", ".join(map(describe, order)) for describe in (cost, outcome))
-    weights = f"weights of {shown}-token sequences cost {costs} of the samples ({how}); untruncated, they {outcomes}"
-    return f"{least}; {weights}{tail}"
-
-
-def interval(estimate: Estimate, form: str) -> str:
-    """Format as ``0.97 (0.95–0.98)``."""
-    return f"{estimate.value:{form}} ({estimate.low:{form}}–{estimate.high:{form}})"
-
-
-def share_equal(estimate: Estimate) -> str:
-    """Format the share of tokens that are equal to the bit, ``bitwise`` if it is 1."""
-    return "bitwise" if estimate.value == 1 else interval(estimate, ".2%")
-
-
-def lost(estimates: list[Estimate]) -> np.ndarray:
-    """Return 1 minus each estimate and its interval, ``(3, estimates)``."""
-    return 1 - np.array([(each.value, each.high, each.low) for each in estimates]).reshape(-1, 3).T

@@ -7,36 +7,18 @@ from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
 from verl_precision.paths import ARITHMETIC, REPO
+from verl_precision.probe.options import ModelOptions
 from verl_precision.run.checks import read_sample
 from verl_precision.run.prompt_lengths import no_chat_template
-from verl_precision.words import model_path, parquet_path
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
 
-
-def model_and_data(values: dict[str, str]) -> tuple[str, str]:
-    """Resolve MODEL and DATA to paths, by default those of the sanity task.
-
-    Raises:
-        Refused: MODEL is set without DATA, or one of them cannot be used.
-    """
-    model = model_path(values["MODEL"]) if "MODEL" in values else SANITY
-    if "DATA" not in values and model != SANITY:
-        raise Refused(f"DATA: is not set; MODEL={values['MODEL']} needs a parquet file of prompts in verl's schema")
-    return model, parquet_path(values, "DATA") or str(ARITHMETIC / "train.parquet")
-
-
-def short_name(model: str) -> str:
-    """Return the name for files of results: a folder's name, or a Hub name with -- for its slash."""
-    return Path(model).name if Path(model).is_absolute() else model.replace("/", "--")
-
-
-def prepare_sanity() -> bool:
-    """Make the sanity task's model and data unless they exist. Returns whether they exist now; prints why not."""
+def prepare_sanity(options: ModelOptions) -> bool:
+    """Make the sanity task's model and data if they are asked for and missing; return False if that failed."""
+    if not options.is_sanity:
+        return True
     prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(ARITHMETIC), "--seed", "1"]
     return subprocess.run(prepare, cwd=REPO).returncode == 0
 
@@ -88,41 +70,29 @@ def token_ids(tokenizer: "PreTrainedTokenizerBase", messages: list[dict]) -> lis
     return tokenizer(text, add_special_tokens=False).input_ids
 
 
-def check_positions(model: "PreTrainedModel", longest: int) -> None:
-    """Check that a prompt of ``longest`` tokens leaves room for an answer.
+def answer_length(model: "PreTrainedModel", prompt: int, most: int, length: int | None = None) -> int:
+    """Return the most tokens of an answer: ``length``, by default ``most`` or what the model's positions leave.
+
+    Args:
+        prompt: tokens of the longest prompt.
 
     Raises:
-        Refused: it does not.
+        Refused: the prompt or ``length`` exceeds the model's positions.
     """
-    if longest >= (positions := model.config.max_position_embeddings):
-        raise Refused(f"DATA: a prompt has {longest} tokens, but the model has {positions} positions; shorten it")
+    positions = model.config.max_position_embeddings
+    left = positions - prompt
+    if left <= 0:
+        raise Refused(f"DATA: a prompt has {prompt} tokens, but the model has {positions} positions; shorten it")
+    if length is not None and length > left:
+        raise Refused(
+            f"LENGTH={length}: with a prompt of {prompt} tokens, that exceeds the model's {positions} positions; "
+            f"set at most {left}"
+        )
+    return length or min(most, left)
 
 
-def sample_answer(
-    model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", messages: list[dict], length: int
-) -> "tuple[torch.Tensor, int]":
-    """Sample an answer of at most ``length`` tokens at temperature 1, as a rollout does.
-
-    Returns:
-        Token ids ``(1, prompt + answer)`` and the length of the prompt.
-
-    Raises:
-        Refused: the prompt leaves no room for an answer.
-    """
-    import torch
-
-    prompt = torch.tensor([token_ids(tokenizer, messages)], device=model.device)
-    size = prompt.shape[1]
-    check_positions(model, size)
-    ids = model.generate(
-        input_ids=prompt,
-        attention_mask=torch.ones_like(prompt),
-        max_new_tokens=min(length, model.config.max_position_embeddings - size),
-        pad_token_id=tokenizer.eos_token_id,
-        do_sample=True,
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        repetition_penalty=1.0,
-    )
-    return ids, size
+def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """Return the tokens that end an answer."""
+    configured = model.generation_config.eos_token_id
+    several = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
+    return {token for token in several if token is not None}

@@ -1,7 +1,7 @@
 """Compute in the dtypes of a rollout, which samples answers, and of a trainer, which scores the same tokens.
 
-Both are HuggingFace models made from the same fp32 masters. On a CPU, autocast must round as on CUDA: the command calls
-``recipes.cpu.host.autocast_as_cuda`` once.
+Both are Hugging Face models made from the same fp32 masters. On a CPU, autocast must round as on CUDA: the command
+calls ``recipes.cpu.host.autocast_as_cuda`` once.
 """
 
 import copy
@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from verl_precision.facts.dtypes import torch_dtype
 from verl_precision.probe.routing import ExpertRecorder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 LOGITS = 2**28  # most logits of a trainer's micro-batch: 1 GiB in fp32
 TOKENS = 2**13  # most tokens of it: packed rows need a square mask over all tokens
@@ -40,11 +41,6 @@ class RolloutNumerics:
     @property
     def name(self) -> str:
         return f"rollout-{self.dtype}-wire-{self.wire}{'-head-fp32' if self.head else ''}"
-
-    @property
-    def effective(self) -> "RolloutNumerics":
-        """The equivalent rollout with an fp32 wire if the wire's dtype is the rollout's, else this one."""
-        return RolloutNumerics(self.dtype, "fp32", self.head) if self.wire == self.dtype else self
 
     def cast(self, weight: torch.Tensor) -> torch.Tensor:
         return weight.to(torch_dtype(self.wire)).to(torch_dtype(self.dtype))
@@ -74,32 +70,29 @@ class TrainerNumerics:
         return weight.to(torch_dtype(self.dtype))
 
 
-class HeadInFp32(torch.nn.Module):
+class HeadInFp32(torch.nn.Linear):
     """A head that computes fp32 logits from hidden states in 16 bits, (..., hidden) -> (..., vocabulary)."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None):
-        super().__init__()
-        self.weight = torch.nn.Parameter(weight)
-        self.bias = None if bias is None else torch.nn.Parameter(bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            return torch.nn.functional.linear(hidden.float(), self.weight, self.bias)
+            return super().forward(hidden.float())
 
 
+@torch.no_grad()
 def build(masters: "PreTrainedModel", numerics: RolloutNumerics | TrainerNumerics, device: str) -> "PreTrainedModel":
     """Return a copy of the model with weights in the dtypes of ``numerics``.
 
     Buffers are not cast: trainer and rollout both keep rotary frequencies in fp32.
     """
-    with torch.no_grad():
-        cast = {id(weight): torch.nn.Parameter(numerics.cast(weight), False) for weight in masters.parameters()}
-        model = copy.deepcopy(masters, memo=cast)
-        if numerics.head:
-            head = masters.get_output_embeddings()
-            stored = numerics.cast if isinstance(numerics, RolloutNumerics) else torch.Tensor.float
-            head = HeadInFp32(*(None if part is None else stored(part).float() for part in (head.weight, head.bias)))
-            model.set_output_embeddings(head)
+    # deepcopy takes what its memo has under an object's id instead of copying the object.
+    cast = {id(weight): torch.nn.Parameter(numerics.cast(weight), False) for weight in masters.parameters()}
+    model = copy.deepcopy(masters, memo=cast)
+    if numerics.head:
+        head = masters.get_output_embeddings()
+        stored = numerics.cast if isinstance(numerics, RolloutNumerics) else torch.Tensor.float
+        in_fp32 = HeadInFp32(head.in_features, head.out_features, head.bias is not None)
+        in_fp32.load_state_dict({name: stored(weight).float() for name, weight in head.state_dict().items()})
+        model.set_output_embeddings(in_fp32)
     return model.to(device).eval()
 
 
@@ -111,18 +104,18 @@ def autocast(device: str, dtype: str) -> AbstractContextManager:
 @torch.no_grad()
 def generate(
     model: "PreTrainedModel",
-    rollout: RolloutNumerics,
+    dtype: str,
     prompt: list[int],
     samples: int,
     length: int,
     ends: set[int],
-    seed: int,
+    generator: torch.Generator,
     temperature: float = 1.0,
 ) -> dict[str, list]:
     """Sample answers to one prompt as a batch, token by token with a KV cache.
 
     Log-probabilities are the log-softmax of the logits over the temperature, both in fp32, as in vLLM. On a CPU
-    autocast is on for its fp16 products with fp32 sums; the weights are in ``rollout.dtype`` already.
+    autocast is on for its fp16 products with fp32 sums; the weights are in ``dtype`` already.
 
     Args:
         length: most tokens of an answer.
@@ -136,21 +129,19 @@ def generate(
         Overflow: the logits are not finite.
     """
     device = model.device
-    generator = torch.Generator(device).manual_seed(seed)
     step, cache = torch.tensor([prompt] * samples, device=device), None
     last_only = {"logits_to_keep": 1} if model._supports_logits_to_keep() else {}  # a long prompt's logits take GiB
     tokens, log_probs, experts, ended = [], [], [], torch.zeros(samples, dtype=torch.bool, device=device)
     last = torch.tensor(sorted(ends), device=device)
-    in_autocast = autocast(device.type, rollout.dtype) if device.type == "cpu" else nullcontext()
-    with ExpertRecorder(model) as recorder, in_autocast:
+    with ExpertRecorder(model) as recorder, autocast("cpu", dtype) if device.type == "cpu" else nullcontext():
         while len(tokens) < length and not ended.all():
             output = model(input_ids=step, past_key_values=cache, use_cache=True, **last_only)
             cache = output.past_key_values
             experts.append(recorder.fingerprints(step)[:, -1])
-            scores = (output.logits[:, -1].float() / temperature).log_softmax(-1)
+            scores = (output.logits[:, -1].float() / temperature).log_softmax(-1)  # (samples, vocabulary)
             if not scores.isfinite().all():
-                raise Overflow(f"the rollout's logits are not finite in {rollout.dtype}")
-            step = torch.multinomial(scores.exp(), 1, generator=generator)
+                raise Overflow(f"the rollout's logits are not finite in {dtype}")
+            step = torch.multinomial(scores.exp(), 1, generator=generator)  # (samples, 1)
             tokens.append(step[:, 0])
             log_probs.append(scores.gather(1, step)[:, 0])
             ended |= torch.isin(step[:, 0], last)
@@ -168,15 +159,12 @@ def model_inputs(rows: list[list[int]], packed: bool, device: torch.device) -> d
     not reach. Packed, they are ``(1, tokens)`` without a mask, and positions begin anew at each row: from these,
     transformers masks other rows under sdpa, and flash attention bounds its sequences.
     """
-    positions = [list(range(len(row))) for row in rows]
+    ids = [torch.tensor(row, device=device) for row in rows]
+    positions = [torch.arange(len(row), device=device) for row in rows]
     if packed:
-        ids, mask, positions = [sum(rows, [])], None, [sum(positions, [])]
-    else:
-        longest = max(map(len, rows))
-        padded = lambda parts: [part + [0] * (longest - len(part)) for part in parts]
-        ids, positions, mask = padded(rows), padded(positions), padded([[1] * len(row) for row in rows])
-    tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-    return {name: None if value is None else torch.tensor(value, device=device) for name, value in tensors.items()}
+        return {"input_ids": torch.cat(ids)[None], "attention_mask": None, "position_ids": torch.cat(positions)[None]}
+    parts = {"input_ids": ids, "attention_mask": map(torch.ones_like, ids), "position_ids": positions}
+    return {name: pad_sequence(list(tensors), batch_first=True) for name, tensors in parts.items()}
 
 
 @torch.no_grad()
@@ -216,7 +204,7 @@ def token_log_probs(
             wholes, sizes = (logits, recorder.fingerprints(inputs["input_ids"])), [len(row) for row in rows]
             by_row = (whole[0].split(sizes) if trainer.packed else whole for whole in wholes)
             for row, numbers, (prompt, answer) in zip(*by_row, part, strict=True):
-                predicting = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)
+                predicting = slice(len(prompt) - 1, len(prompt) + len(answer) - 1)  # a position predicts the next one
                 experts.append(numbers[predicting].tolist())
                 scores = (row[predicting] / torch.tensor(temperature).to(row)).log_softmax(-1)
                 log_probs.append(scores.gather(1, torch.tensor(answer, device=model.device)[:, None])[:, 0].float())
@@ -227,16 +215,7 @@ def token_log_probs(
     return line | ({"experts": experts[: len(answers)]} if recorder.layers else {})
 
 
-def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """Return the tokens that end an answer."""
-    configured = model.generation_config.eos_token_id
-    several = configured if isinstance(configured, list) else [configured, tokenizer.eos_token_id]
-    return {token for token in several if token is not None}
-
-
 def exact_dtype(masters: "PreTrainedModel") -> str | None:
     """Return the 16-bit dtype that represents every weight exactly, if there is one."""
-    for name in ("bf16", "fp16"):
-        if all(bool((weight == weight.to(torch_dtype(name)).float()).all()) for weight in masters.parameters()):
-            return name
-    return None
+    exact = lambda name: all(torch.equal(each, each.to(torch_dtype(name)).float()) for each in masters.parameters())
+    return next(filter(exact, ("bf16", "fp16")), None)

@@ -1,13 +1,24 @@
-"""Parse the options of the command ``probe`` from ``NAME=VALUE`` words."""
+"""Parse the options of the commands that measure a model before training, from ``NAME=VALUE`` words."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
+from verl_precision.errors import Refused
 from verl_precision.files import check_room
-from verl_precision.paths import OUTPUTS
-from verl_precision.probe.model import SANITY, model_and_data, short_name
-from verl_precision.words import device, file_path, finite_number, one_of, options, parse_words, whole_number
+from verl_precision.paths import ARITHMETIC, OUTPUTS
+from verl_precision.words import (
+    device,
+    file_path,
+    finite_number,
+    model_path,
+    one_of,
+    options,
+    parquet_path,
+    parse_words,
+    whole_number,
+)
 
+SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
     "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
@@ -25,85 +36,96 @@ VARIABLES = {
     "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",
 }
 WIRES = ["fp32", "bf16", "fp16"]
-# How the trainer's micro-batches differ in the two passes that are compared: attributes of its numerics.
-CHANGES = {
-    "size": ({}, {"doubled": True}),
-    "padding": ({}, {"packed": True}),
-    "packing": ({"packed": True}, {"packed": True, "doubled": True}),
-}
 HEADS = {"none": (False, False), "both": (True, True), "trainer": (True, False), "rollout": (False, True)}
+BATCHES = ["size", "padding", "packing"]
 
 
 @dataclass(frozen=True)
-class ProbeOptions:
+class ModelOptions:
+    """The options of every command that measures a model."""
+
     model: str
     data: str
-    precision: tuple[str, ...]
-    wire: tuple[str, ...]
-    head: tuple[str, ...]
-    batch: tuple[str, ...]
     rows: int
-    samples: int
     length: int | None
-    backend: str
     device: str
-    seed: int
-    temperature: float
     out: Path
-
-    @property
-    def name(self) -> str:
-        return "sanity" if self.is_sanity else short_name(self.model)
 
     @property
     def is_sanity(self) -> bool:
         return self.model == SANITY
+
+    @property
+    def name(self) -> str:
+        return name_in_files(self.model)
+
+
+@dataclass(frozen=True)
+class ProbeOptions(ModelOptions):
+    precision: tuple[str, ...]
+    wire: tuple[str, ...]
+    head: tuple[str, ...]
+    batch: tuple[str, ...]
+    samples: int
+    backend: str
+    seed: int
+    temperature: float
 
     def report(self, suffix: str) -> Path:
         """Return the path of the report with this suffix, e.g. ``.md``."""
         return self.out / f"probe-{self.name}{'' if self.backend == 'hf' else f'-{self.backend}'}{suffix}"
 
     def settings(self) -> dict:
-        """Return the options that interrupted work shares with the command that resumes it, by variable."""
+        """Return the options, by variable, that a command must share with the one whose work it resumes."""
         names = ("MODEL", "DATA", "ROWS", "SAMPLES", "BACKEND", "DEVICE", "SEED", "TEMPERATURE")
         return {name: getattr(self, name.lower()) for name in names}
 
 
-def several(values: dict[str, str], name: str, allowed: list[str]) -> tuple[str, ...]:
-    """Return the words of a variable without repetition, each one of ``allowed``; all of these if it is not set.
+def name_in_files(model: str) -> str:
+    """Return a folder's name, or a name on the Hub with -- for its slash."""
+    if model == SANITY:
+        return "sanity"
+    return Path(model).name if Path(model).is_absolute() else model.replace("/", "--")
 
-    Raises:
-        Refused: a word is not allowed.
-    """
+
+def several(values: dict[str, str], name: str, allowed: list[str]) -> tuple[str, ...]:
+    """Return the words of a variable without repetition; all that are allowed if it is not set."""
     words = values.get(name, " ".join(allowed)).split()
     return tuple(dict.fromkeys(one_of({name: word}, name, allowed, "") for word in words))
 
 
-def parse(words: list[str]) -> ProbeOptions:
-    """Parse ``NAME=VALUE`` words.
+def model_options(
+    values: dict[str, str], folder: Path, rows: int, fewest: int = 1, length: int | None = None, suffix: str = ""
+) -> ModelOptions:
+    """Return the options of every command; refuses values that are not allowed, and MODEL without DATA.
 
-    Raises:
-        Refused: a name or a value is not allowed, or DATA is missing.
+    Args:
+        folder: in which OUT is by default named after the model, with ``suffix``.
+        rows, length: default values.
+        fewest: the least number of ROWS.
     """
+    model = model_path(values["MODEL"]) if "MODEL" in values else SANITY
+    if "DATA" not in values and model != SANITY:
+        raise Refused(f"DATA: is not set; MODEL={values['MODEL']} needs a parquet file of prompts in verl's schema")
+    out = Path(file_path(values, "OUT") or folder / f"{name_in_files(model)}{suffix}")
+    check_room(out)
+    data = parquet_path(values, "DATA") or str(ARITHMETIC / "train.parquet")
+    numbers = whole_number(values, "ROWS", fewest, rows), whole_number(values, "LENGTH", 1, length)
+    return ModelOptions(model, data, *numbers, device(values), out)
+
+
+def parse(words: list[str]) -> ProbeOptions:
+    """Parse the options of ``probe``."""
     values = parse_words(words, VARIABLES)
-    model, data = model_and_data(values)
-    parsed = ProbeOptions(
-        model=model,
-        data=data,
+    backend = one_of(values, "BACKEND", ["hf", "vllm"], "hf")
+    return ProbeOptions(
+        **vars(model_options(values, OUTPUTS / "probe", rows=32, fewest=2, suffix=f"-{backend}")),
         precision=several(values, "PRECISION", options("precision")),
         wire=several(values, "WIRE", WIRES),
         head=several(values, "HEAD", list(HEADS)),
-        batch=several(values, "BATCH", list(CHANGES)) if values.get("BATCH") != "none" else (),
-        rows=whole_number(values, "ROWS", 2, 32),
+        batch=several(values, "BATCH", BATCHES) if values.get("BATCH") != "none" else (),
         samples=whole_number(values, "SAMPLES", 1, 8),
-        length=whole_number(values, "LENGTH", 1, None),
-        backend=one_of(values, "BACKEND", ["hf", "vllm"], "hf"),
-        device=device(values),
+        backend=backend,
         seed=whole_number(values, "SEED", 0, 1),
         temperature=finite_number(values, "TEMPERATURE", 1.0, above=0.0),
-        out=Path(file_path(values, "OUT") or "."),
     )
-    if "OUT" not in values:
-        parsed = replace(parsed, out=OUTPUTS / "probe" / f"{parsed.name}-{parsed.backend}")
-    check_room(parsed.out)
-    return parsed

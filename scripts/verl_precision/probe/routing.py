@@ -36,7 +36,8 @@ class ExpertRecorder:
     def fingerprints(self, ids: torch.Tensor) -> torch.Tensor:
         """Return a number per token of the pass since the last call, int64, in the shape of its token ids.
 
-        The same experts in all layers have the same number, on every device; others differ but for a chance of 2**-50.
+        The same experts in all layers have the same number, on every device; others differ except with a probability
+        of 2**-50.
         """
         numbers, generator = torch.zeros_like(ids, dtype=torch.int64).flatten(), torch.Generator().manual_seed(0)
         for chosen in self.chosen:

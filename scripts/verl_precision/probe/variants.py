@@ -1,7 +1,7 @@
-"""List the pairs of trainer and rollout that a probe compares: a regime, the dtype of its weight sync, fp32 heads."""
+"""List what a probe compares: trainers with rollouts, and trainers with themselves in other micro-batches."""
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -15,30 +15,46 @@ from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics
 from verl_precision.probe.options import HEADS, ProbeOptions
 from verl_precision.probe.work_folder import rollout_file, trainer_file
 
+# How the micro-batches of two passes of a trainer differ: what is replaced in the numerics of the one and the other.
+CHANGES = {
+    "size": ({}, {"doubled": True}),
+    "padding": ({}, {"packed": True}),
+    "packing": ({"packed": True}, {"packed": True, "doubled": True}),
+}
+
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the report: a regime, its wire, and which heads compute in fp32."""
+    """A row of the report: a regime, its wire, which heads compute in fp32, and what its trainer is compared with.
+
+    Args:
+        change: a key of ``CHANGES``; None for the comparison with the rollout.
+        other: with a change, the trainer that takes the place of the rollout, on the rollout's answers.
+    """
 
     regime: str
     wire: str
     head: str
     trainer: TrainerNumerics
     rollout: RolloutNumerics
+    change: str | None = None
+    other: TrainerNumerics | None = None
 
     @property
-    def trainers(self) -> tuple[TrainerNumerics, ...]:
-        return (self.trainer,)
+    def trainers(self) -> list[TrainerNumerics]:
+        return [trainer for trainer in (self.other, self.trainer) if trainer]
 
     def files(self, work: Path) -> tuple[Path, Path]:
-        """Return the files of the log-probabilities that are compared: the trainer's and the rollout's."""
-        return trainer_file(work, self.trainer, self.rollout), rollout_file(work, self.rollout)
+        """Return the files of the log-probabilities that are compared: the trainer's, and the rollout's or other's."""
+        other = trainer_file(work, self.other, self.rollout) if self.other else rollout_file(work, self.rollout)
+        return trainer_file(work, self.trainer, self.rollout), other
 
-    @property
-    def label(self) -> str:
-        wire = "" if self.wire == "fp32" else f", {self.wire} wire"
-        head = "" if self.head == "none" else f", fp32 head {'on' if self.head == 'both' else 'of'} {self.head}"
-        return self.regime + wire + head
+    def columns(self) -> dict[str, str]:
+        """Return what identifies the row in the JSON report."""
+        if self.change:
+            return {"regime": self.regime, "change": self.change}
+        dtypes = {"train": self.trainer.dtype, "infer": self.rollout.dtype}
+        return {"regime": self.regime, "wire": self.wire, "fp32_head": self.head} | dtypes
 
 
 def variants(options: ProbeOptions) -> list[Variant]:
@@ -49,63 +65,55 @@ def variants(options: ProbeOptions) -> list[Variant]:
         train, infer = short_name(config.actor.dtype), short_name(config.rollout.dtype)
         wires = [(wire, options.head[0]) for wire in options.wire]
         for wire, head in wires + [(options.wire[0], head) for head in options.head[1:]]:
-            # A head of an fp32 trainer or rollout is in fp32 anyway.
-            trainer_head, rollout_head = (
-                in_fp32 and dtype != "fp32" for in_fp32, dtype in zip(HEADS[head], (train, infer), strict=True)
-            )
-            trainer = TrainerNumerics(train, trainer_head)
-            rollout = RolloutNumerics(infer, wire, rollout_head).effective
+            # A head of an fp32 trainer or rollout is in fp32 anyway, and a wire in the rollout's dtype rounds alike.
+            trainer_head, rollout_head = HEADS[head]
+            rounded = "fp32" if wire == infer else wire
+            trainer = TrainerNumerics(train, trainer_head and train != "fp32")
+            rollout = RolloutNumerics(infer, rounded, rollout_head and infer != "fp32")
             distinct.setdefault((regime, trainer, rollout), Variant(regime, wire, head, trainer, rollout))
     return list(distinct.values())
 
 
-def is_plain(variant: Variant, options: ProbeOptions) -> bool:
-    """Return whether the variant stands for its regime in the verdict and the curves."""
-    return (variant.wire, variant.head) == (options.wire[0], options.head[0])
+def rebatched(options: ProbeOptions) -> list[Variant]:
+    """Return every change of micro-batches in the trainer of each regime.
+
+    In verl such a change makes ``log_prob`` differ from ``old_log_prob`` on-policy, where
+    ``log_prob_micro_batch_size_per_gpu`` is twice ``ppo_micro_batch_size_per_gpu``, as verl recommends.
+    """
+    plain = replace(options, wire=options.wire[:1], head=options.head[:1])
+    changed = []
+    for regime in variants(plain):
+        for change in options.batch:
+            other, trainer = (replace(regime.trainer, **each) for each in CHANGES[change])
+            changed.append(replace(regime, change=change, trainer=trainer, other=other))
+    return changed
 
 
-def refused_by_gpus(options: ProbeOptions) -> dict[str, str]:
-    """Return the reasons by the regime that computes in bfloat16, if a GPU of this machine emulates it."""
+def refused_regimes(options: ProbeOptions) -> dict[str, str]:
+    """Return the regimes that a GPU of this machine emulates or that vLLM as the backend refuses, and why."""
     emulating = [gpu for gpu in find_gpus() if not gpu.bf16] if options.device == "cuda" else []
     in_bf16 = {each.regime for each in variants(options) if "bf16" in (each.trainer.dtype, each.rollout.dtype)}
-    return {name: f"would compute in bfloat16, which {emulating[0]} emulates" for name in sorted(in_bf16) if emulating}
+    refused = {name: f"{emulating[0]} emulates bfloat16" for name in sorted(in_bf16) if emulating}
+    if options.backend == "vllm":
+        refused |= {name: f"{reason} (BACKEND=hf runs it)" for name, reason in refused_by_vllm(options).items()}
+    return refused
 
 
 def refused_by_vllm(options: ProbeOptions) -> dict[str, str]:
-    """Return the reasons by the regime whose rollout is in float16, if vLLM refuses the model in it."""
+    """Return the regimes whose rollout is in float16, and why, if vLLM refuses the model in it."""
     support = float16_support(options.model)
     in_fp16 = [each.regime for each in variants(options) if each.rollout.dtype == "fp16"]
     return dict.fromkeys(in_fp16, support.reason) if support.supported is False else {}
 
 
-def check_gpus(options: ProbeOptions) -> None:
-    """Check that the GPUs of this machine compute in the dtypes of all regimes.
-
-    Raises:
-        Refused: a regime computes in bfloat16, which one of them emulates.
-    """
-    if refused := refused_by_gpus(options):
-        others = " ".join(name for name in options.precision if name not in refused) or "fp16"
+def check_regimes(options: ProbeOptions) -> None:
+    """Refuse regimes that cannot be measured here, and print which of the others vLLM would refuse."""
+    if refused := refused_regimes(options):
+        others = " ".join(name for name in options.precision if name not in refused) or "fp32"
         raise Refused(
-            f"PRECISION={' '.join(options.precision)}: {' and '.join(refused)} {next(iter(refused.values()))}; "
-            f"use PRECISION={shlex.quote(others)}"
+            f"PRECISION={' '.join(options.precision)}: {'; '.join(dict.fromkeys(refused.values()))}; leave out "
+            f"{' and '.join(refused)}: PRECISION={shlex.quote(others)}"
         )
-
-
-def check_vllm(options: ProbeOptions) -> None:
-    """Print that vLLM refuses the model in float16, if a regime's rollout is in float16.
-
-    Raises:
-        Refused: vLLM is the backend.
-    """
-    regimes = refused_by_vllm(options)
-    if not regimes:
-        return
-    reason = next(iter(regimes.values()))
-    if options.backend == "vllm":
-        others = [name for name in options.precision if name not in regimes] or ["bf16"]
-        raise Refused(
-            f"MODEL={options.model}: {reason}; leave out {' and '.join(regimes)}: "
-            f"PRECISION={shlex.quote(' '.join(others))}; or BACKEND=hf, which runs them"
-        )
-    print(f"{reason}: {' and '.join(regimes)} are measured here and cannot be run with it", flush=True)
+    if regimes := refused_by_vllm(options):
+        reason = next(iter(regimes.values()))
+        print(f"{reason}: {' and '.join(regimes)} are measured here and cannot be run with it", flush=True)

@@ -1,7 +1,7 @@
-"""Sample a probe's answers with an offline vLLM: ``python -m verl_precision.probe.vllm_generate REQUEST.json``.
+"""Sample a probe's answers with an offline vLLM: ``python -m verl_precision.probe.vllm_generate < REQUEST.json``.
 
 Configures the engine like verl 0.9.1's ``vllm_async_server.py``: verl's defaults, ``logprobs=0``.
-Appends a line for each prompt to the file that the request names.
+Writes a line for each prompt to the file that the request names.
 """
 
 import itertools
@@ -9,7 +9,6 @@ import json
 import math
 import os
 import sys
-from pathlib import Path
 
 PROMPTS = 32  # per call: with 8 answers each as many sequences as verl's max_num_seqs
 
@@ -51,18 +50,18 @@ def generate(request: dict) -> None:
         repetition_penalty=1.0,
         logprobs=0,
     )
-    with open(request["file"], "a") as out:
+    with open(request["file"], "w") as out:
         for first in range(0, len(prompts), PROMPTS):
             part = [{"prompt_token_ids": prompt} for prompt in prompts[first : first + PROMPTS]]
-            for output_of_prompt in engine.generate(part, sampling, use_tqdm=False):
-                answers = [list(output.token_ids) for output in output_of_prompt.outputs]
+            for answered in engine.generate(part, sampling, use_tqdm=False):
                 log_probs = [
                     [by_token[token].logprob for token, by_token in zip(output.token_ids, output.logprobs, strict=True)]
-                    for output in output_of_prompt.outputs
+                    for output in answered.outputs
                 ]
+                line = {"answers": [list(output.token_ids) for output in answered.outputs], "log_probs": log_probs}
                 finite = all(map(math.isfinite, itertools.chain.from_iterable(log_probs)))
-                overflow = {"overflow": f"the rollout's log-probabilities are not finite in {request['dtype']}"}
-                line = {"answers": answers, "log_probs": log_probs} if finite else overflow
+                if not finite:
+                    line = {"overflow": f"the rollout's log-probabilities are not finite in {request['dtype']}"}
                 out.write(json.dumps(line) + "\n")
                 if not finite:
                     return
@@ -70,4 +69,4 @@ def generate(request: dict) -> None:
 
 
 if __name__ == "__main__":
-    generate(json.loads(Path(sys.argv[1]).read_text()))
+    generate(json.load(sys.stdin))

@@ -2,7 +2,7 @@
 
 ``ROLLOUT.jsonl`` contains a rollout's ``answers`` (token ids) and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the
 ``log_probs`` of the same tokens by a trainer; both, of a mixture, also ``experts`` (``routing``) where these can be
-observed. A line with ``overflow`` is the last one of its file.
+observed. A line with ``overflow`` is the last one of its file. A file exists once it is complete.
 """
 
 import hashlib
@@ -14,14 +14,11 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from verl_precision.errors import Refused
-from verl_precision.files import read_jsonl
+from verl_precision.files import write_json
 from verl_precision.probe.numerics import Overflow, RolloutNumerics, TrainerNumerics
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-BEFORE = {"TEMPERATURE": 1.0}  # of work that was begun before it was a setting
 
 
 def open_work_folder(out: Path, settings: dict) -> Path:
@@ -32,17 +29,15 @@ def open_work_folder(out: Path, settings: dict) -> Path:
     """
     work = out / "work"
     file = work / "settings.json"
-    if file.exists():
-        recorded = json.loads(file.read_text())
-        for name, value in settings.items():
-            earlier = recorded.get(name, BEFORE.get(name, "not set"))
-            if earlier != value:
-                raise Refused(
-                    f"{name}={value}: {out} contains a probe with {name}={earlier}; "
-                    "repeat its settings, choose another OUT or remove that folder"
-                )
+    recorded = json.loads(file.read_text()) if file.exists() else settings
+    for name, value in settings.items():
+        if (earlier := recorded.get(name, "not set")) != value:
+            raise Refused(
+                f"{name}={value}: {out} contains a probe with {name}={earlier}; "
+                "repeat its settings, choose another OUT or remove that folder"
+            )
     work.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(settings, indent=2) + "\n")
+    write_json(file, settings)
     return work
 
 
@@ -64,34 +59,20 @@ def trainer_file(work: Path, trainer: TrainerNumerics, rollout: RolloutNumerics)
     return work / f"{trainer.name}-on-{rollout.name}.jsonl"
 
 
-def is_complete(file: Path, number: int) -> bool:
-    """Return whether ``file`` has a line for each of ``number`` prompts, or ends in an overflow."""
-    lines = read_jsonl(file)
-    return len(lines) == number or bool(lines and "overflow" in lines[-1])
-
-
-def drop_incomplete_line(file: Path) -> list[dict]:
-    """Rewrite ``file`` without an incomplete last line and return its lines."""
-    lines = read_jsonl(file)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return lines
-
-
-def append_missing(file: Path, number: int, make: Callable[[int], dict], label: str) -> None:
-    """Append the lines that ``file`` lacks of ``number``, with a progress bar; stops after an overflow.
+def write_lines(file: Path, number: int, make: Callable[[int], dict]) -> None:
+    """Write ``number`` lines, with a progress bar, under another name until all are written; stop after an overflow.
 
     Args:
         make: returns the content of a line by its index.
-        label: of the progress bar.
     """
-    done = len(drop_incomplete_line(file))
-    with file.open("a") as out:
-        for index in tqdm(range(done, number), label, number, initial=done, unit="prompt"):
+    part = file.with_suffix(".part")
+    with part.open("w") as out:
+        for index in tqdm(range(number), file.stem, unit="prompt"):
             try:
                 line = make(index)
             except Overflow as error:
                 line = {"overflow": str(error)}
             out.write(json.dumps(line) + "\n")
-            out.flush()
             if "overflow" in line:
-                return
+                break
+    part.rename(file)

@@ -1,7 +1,6 @@
 """The command ``preflight`` on real small models; its predictions are compared with fp16 itself."""
 
 import copy
-import csv
 import re
 import shlex
 import shutil
@@ -24,15 +23,15 @@ from verl_precision.probe import fp16_range
 from verl_precision.probe.fp16_range import (
     HEADROOM,
     Fp16Assessment,
+    GradientRange,
     ModuleRange,
     assess,
     flushed_share,
-    overrides,
-    verdict,
 )
-from verl_precision.probe.fp16_report import conclusions, findings, table_csv
+from verl_precision.probe.fp16_report import findings, table
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
+RUNS = Float16Support(True, "vLLM runs it")
 PROMPT = 4  # tokens
 ROWS = [torch.randint(0, 256, (1, length), generator=torch.Generator().manual_seed(length)) for length in (12, 13)]
 
@@ -49,9 +48,8 @@ def changed(model: torch.nn.Module, change: Callable[[torch.nn.Module], None]) -
     return model
 
 
-def assessed(model: torch.nn.Module) -> tuple[dict, Fp16Assessment]:
-    ranges = fp16_range.measure(model, [(ids, PROMPT) for ids in ROWS], lambda done, ranges: None)
-    return ranges, assess(ranges)
+def assessed(model: torch.nn.Module) -> Fp16Assessment:
+    return assess(fp16_range.measure(model, [(ids, PROMPT) for ids in ROWS]))
 
 
 def finite_in_fp16(model: torch.nn.Module) -> bool:
@@ -94,12 +92,12 @@ def weigh(block: torch.nn.Module) -> None:
 )
 def test_keeping_the_named_module_in_fp32_avoids_the_overflow(model, change, keep):
     model = changed(model, change)
-    ranges, assessment = assessed(model)
+    assessment = assessed(model)
     assert assessment.keep == keep and assessment.misfit is None
-    assert verdict(ranges, assessment) == f"fits with these modules in fp32: {keep[0]}"
+    assert assessment.verdict() == f"fits with these modules in fp32: {keep[0]}"
     assert not finite_in_fp16(half_except(model, ())), "the model must overflow in fp16"
     assert finite_in_fp16(half_except(model, keep))
-    words = overrides(assessment)
+    words = assessment.overrides()
     parsed = {each.get_key_element(): each.value() for each in OverridesParser.create().parse_overrides(words)}
     assert parsed["actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"] == list(keep)
     assert parsed["actor_rollout_ref.rollout.dtype"] == "bfloat16", "the rollout would overflow where the trainer did"
@@ -127,10 +125,10 @@ def tied(model: torch.nn.Module) -> None:
 )
 def test_model_that_no_kept_module_helps_does_not_fit(model, change, expected):
     model = changed(model, change)
-    ranges, assessment = assessed(model)
-    assert re.match(f"does not fit: {expected}", verdict(ranges, assessment)), verdict(ranges, assessment)
+    assessment = assessed(model)
+    assert re.match(f"does not fit: {expected}", assessment.verdict()), assessment.verdict()
     assert not finite_in_fp16(copy.deepcopy(model).half())
-    assert overrides(assessment) == ["+precision=bf16"]
+    assert assessment.overrides() == ["+precision=bf16"]
 
 
 def gradients(model: torch.nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -161,16 +159,19 @@ def share_flushed(tensors: list[torch.Tensor], scale: float) -> float:
 
 def test_flushed_share_and_loss_scale_match_fp16(model):
     model = changed(model, lambda model: model.lm_head.weight.mul_(1e-5))  # tiny gradients of all below
-    ranges, assessment = assessed(model)
-    for kind, counts in (("weights", assessment.weights), ("activations", assessment.activations)):
-        assert findings(ranges, assessment)[f"flushed, {kind}"].startswith(f"{flushed_share(counts, 0):.2%} of ")
-    for row in csv.DictReader(table_csv(ranges, assessment).splitlines()):
-        record = ranges[row["module"]]
-        counts = record.output_gradient_counts + record.weight_gradient_counts
-        shares = [row["flushed at 1"], row[f"flushed at 2^{assessment.log2_scale}"]]
-        assert shares == [str(flushed_share(counts, log2)) for log2 in (0, assessment.log2_scale)]
+    assessment = assessed(model)
+    found = findings(assessment, RUNS, {})
+    headings, *rows = table(assessment)
+    assert headings[-2:] == ["flushed at 2^0", f"flushed at 2^{assessment.log2_scale}"]
+    for name, *_, at_1, at_scale in rows:
+        record = assessment.ranges[name]
+        counts = record.output_gradients.counts + record.weight_gradients.counts
+        shares = [f"{flushed_share(counts, log2):.2%}" for log2 in (0, assessment.log2_scale)]
+        assert [at_1, at_scale] == (shares if counts.any() else ["-", "-"])
     weights, outputs = gradients(model)
-    for kind, tensors, counts in (("w", weights, assessment.weights), ("a", outputs, assessment.activations)):
+    for kind, tensors in (("weights", weights), ("activations", outputs)):
+        counts = assessment.counts[kind]
+        assert found[f"flushed, {kind}"].startswith(f"{flushed_share(counts, 0):.2%} of ")
         at_1, at_scale = (share_flushed(tensors, scale) for scale in (1.0, assessment.scale))
         assert 0.5 < at_1 < 1 and at_scale < at_1, "the gradients must be tiny"
         assert flushed_share(counts, 0) == pytest.approx(at_1, abs=1e-3), kind
@@ -184,20 +185,23 @@ def test_flushed_share_and_loss_scale_match_fp16(model):
 def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scale, words):
     def record(**other) -> ModuleRange:
         usual = {"block": False, "head": False, "leaf": True, "shared": False, "weight": 1.0, "output": 1.0}
-        return ModuleRange(**usual | {"output_gradient": 1e-3, "weight_gradient": 1e-3} | other)
+        gradients = {"output_gradients": GradientRange(1e-3), "weight_gradients": GradientRange(1e-3)}
+        return ModuleRange(**usual | gradients | other)
 
     ranges = {
         "layers.0": record(block=True, leaf=False),
-        "layers.0.mlp": record(leaf=False, output_gradient=gradient),
-        "layers.0.mlp.down": record(output=1e5, output_gradient=1e7, weight_gradient=1e7),
+        "layers.0.mlp": record(leaf=False, output_gradients=GradientRange(gradient)),
+        "layers.0.mlp.down": record(
+            output=1e5, output_gradients=GradientRange(1e7), weight_gradients=GradientRange(1e7)
+        ),
     }
     assessment = assess(ranges)
     assert (assessment.keep, assessment.gradient) == (("layers.0.mlp",), (gradient, "layers.0.mlp"))
-    assert assessment.scale == scale and len(overrides(assessment)) == words
+    assert assessment.scale == scale and len(assessment.overrides()) == words
     scaler = "actor_rollout_ref.actor.fsdp_config.grad_scaler"
-    assert f"{scaler}.init_scale={scale}" in overrides(assessment), "a power of two, to the last digit"
+    assert f"{scaler}.init_scale={scale}" in assessment.overrides(), "a power of two, to the last digit"
     least = f"{scaler}.min_scale={scale}"
-    assert (least in overrides(assessment)) == (scale < 1), "a scale below 1 is below the default of min_scale"
+    assert (least in assessment.overrides()) == (scale < 1), "a scale below 1 is below the default of min_scale"
 
 
 @pytest.mark.subprocess
@@ -205,14 +209,14 @@ def test_command_writes_its_report(folder, tmp_path, capsys):
     out = tmp_path / "out"
     words = [f"MODEL={folder / 'model'}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={out}"]
     assert preflight.main(["DEVICE=cpu", *words]) == 0
-    assert sorted(file.name for file in out.iterdir()) == ["modules.csv", "preflight.png", "report.md"]
+    assert sorted(file.name for file in out.iterdir()) == ["preflight.png", "report.md"]
     report = (out / "report.md").read_text()
-    assert "- verdict: fp16 fits" in report and "3 answers of the model" in report
-    table = {row["module"]: row for row in csv.DictReader((out / "modules.csv").open())}
-    assert 0 < float(table["model.layers.0.mlp.down_proj"]["activation"]) < 65504
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.endswith("pass 3/3") for line in lines), "every answer is measured"
-    (line,) = [line for line in lines if "grad_scaler" in line]
+    assert "- verdict: fp16 fits" in report and "- measured: 3 answers, " in report
+    (activation,) = re.findall(r"^\| model\.layers\.0\.mlp\.down_proj \| (\S+) \|", report, re.MULTILINE)
+    assert 0 < float(activation) < 65504
+    shown = capsys.readouterr()
+    assert re.search("passes: 100%.* 3/3 ", shown.err), "every answer is measured"
+    (line,) = [line for line in shown.out.splitlines() if "grad_scaler" in line]
     assert shlex.split(line)[0] in report and "keep_fp32_modules" not in line
 
 
@@ -263,15 +267,15 @@ def refusal(folder: Path, tmp_path: Path, *words: str) -> str:
 
 
 def test_rollout_is_in_bf16_if_vllm_refuses_float16(model):
-    ranges, assessment = assessed(model)
+    assessment = assessed(model)
     refused = Float16Support(False, "vLLM refuses gemma2 models in float16")
-    facts, words = conclusions(ranges, assessment, refused, {})
-    assert list(facts)[:2] == ["verdict", "rollout"] and facts["rollout"] == refused.reason
-    assert words == [*overrides(assessment), "actor_rollout_ref.rollout.dtype=bfloat16"]
+    found = findings(assessment, refused, {})
+    assert list(found)[:2] == ["verdict", "rollout"] and found["rollout"] == refused.reason
+    assert assessment.overrides(refused) == [*assessment.overrides(), "actor_rollout_ref.rollout.dtype=bfloat16"]
     unknown = "not known whether vLLM runs it in float16: no vLLM is installed here"
-    for supported, reason, fact in ((True, "vLLM runs it", None), (None, "no vLLM is installed here", unknown)):
-        facts, words = conclusions(ranges, assessment, Float16Support(supported, reason), {})
-        assert facts.get("rollout") == fact and words == overrides(assessment)
+    for rollout, text in ((RUNS, None), (Float16Support(None, "no vLLM is installed here"), unknown)):
+        assert findings(assessment, rollout, {}).get("rollout") == text
+        assert assessment.overrides(rollout) == assessment.overrides()
 
 
 def test_vllms_refusal_of_float16_is_printed_before_the_model_is_loaded(folder, tmp_path, capsys):
@@ -279,8 +283,8 @@ def test_vllms_refusal_of_float16_is_printed_before_the_model_is_loaded(folder, 
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
     assert "cannot be loaded" in refusal(folder, tmp_path, f"MODEL={model}")
-    first, second = capsys.readouterr().out.splitlines()
-    assert "refuses gemma2 models in float16" in first and "rollout.dtype=bfloat16" in first and "loading" in second
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "refuses gemma2 models in float16" in line and "rollout.dtype=bfloat16" in line
 
 
 def test_rows_and_model_that_cannot_be_measured_are_refused(folder, tmp_path, model):

@@ -35,7 +35,7 @@ def test_micro_batches_do_not_mix_rows(folder, monkeypatch, packed, tokens):
     """Rows of at most 7 tokens: three of them fit into 21, one into 7; a doubled micro-batch has twice as many."""
     masters, _ = load(str(folder / "model"))
     model = build(masters, TrainerNumerics("fp32", False), "cpu")
-    alone = [token_log_probs(model, TrainerNumerics("fp32", False), [row], [])["log_probs"][0] for row in ROWS]
+    separate = [token_log_probs(model, TrainerNumerics("fp32", False), [row], [])["log_probs"][0] for row in ROWS]
     monkeypatch.setattr("verl_precision.probe.numerics.TOKENS", tokens)
     shapes = []
     model.register_forward_pre_hook(
@@ -44,7 +44,7 @@ def test_micro_batches_do_not_mix_rows(folder, monkeypatch, packed, tokens):
     for doubled in (False, True):
         trainer = TrainerNumerics("fp32", False, packed, doubled)
         found = token_log_probs(model, trainer, ROWS, [([20, 21], [22, 23, 24])])["log_probs"]
-        for ours, expected in zip(found, alone, strict=True):
+        for ours, expected in zip(found, separate, strict=True):
             assert ours == pytest.approx(expected, abs=1e-5) and len(ours) == len(expected)
     padded = {21: [(3, 7), (4, 7)], 7: [(1, 7), (1, 3), (1, 6), (2, 7), (2, 6)]}
     in_one_row = {21: [(1, 16), (1, 21)], 7: [(1, 7), (1, 3), (1, 6), (1, 10), (1, 11)]}

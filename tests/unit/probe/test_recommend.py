@@ -1,39 +1,40 @@
 """``make recommend``: the decision from the numbers of two reports, and the command on real small models."""
 
-import json
 import math
 import re
 import shlex
 import shutil
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
 from transformers import AutoModelForCausalLM
 
-from verl_precision.commands import doctor, preflight
+from verl_precision.commands import doctor
 from verl_precision.commands import recommend as command
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu
-from verl_precision.files import read_jsonl, write
+from verl_precision.facts.vllm_float16 import Float16Support
+from verl_precision.files import read_jsonl
 from verl_precision.paths import PROGRAM, REPO
-from verl_precision.probe.mismatch import Answer, measure
+from verl_precision.probe.mismatch import Answer, Estimate, measure
 from verl_precision.probe.recommendation import recommend, two_digits
 from verl_precision.sequence_weights import UNTRUNCATED
 from verl_precision.spelling import as_options
 
 SCALE = "actor_rollout_ref.actor.fsdp_config.grad_scaler.init_scale=131072"
 PREFLIGHT = {
-    "misfit": None,
-    "keep": {},
-    "activation": [32.0, "layers.1.mlp"],
-    "gradient": [0.025, "lm_head"],
-    "scale": 131072.0,
-    "flushed": {"weights": 1e-5, "activations": 0.012},
-    "rollout": {"supported": True, "reason": "vLLM runs qwen2 models in float16"},
+    "findings": {
+        "verdict": "fp16 fits",
+        "largest activation": "32 at layers.1.mlp",
+        "first loss scale": "2^17 = 131072",
+    },
+    "misfit": False,
+    "keep": (),
+    "activation": (32.0, "layers.1.mlp"),
+    "rollout": Float16Support(True, "vLLM runs qwen2 models in float16"),
     "overrides": [SCALE],
 }
 RUNS = {"bf16": 6, "bf16_train_fp16_infer": 5, "fp16": 7, "fp32": 5}
@@ -41,13 +42,10 @@ WORDS = {"MODEL": "/a b", "ROWS": "16"}
 
 
 def row(regime: str, k3: tuple, prompts: int = 16, **more) -> dict:
-    def estimate(value, low, high):
-        return {"value": value, "low": low, "high": high}
-
     counts = {"regime": regime, "prompts": prompts, "sequences": 8 * prompts, "block": 16, "longest": 9000}
     counts["curve"] = [{"length": 64, "measured": True}, {"length": 8192, "measured": False}]
-    independent = estimate(*(2 * each for each in k3))  # λ is twice k3
-    return counts | {"k3": estimate(*k3), "rate": independent, "growth": estimate(1, 0.8, 1.2)} | more
+    independent = Estimate(*(2 * each for each in k3))  # λ is twice k3
+    return counts | {"k3": Estimate(*k3), "rate": independent, "growth": Estimate(1, 0.8, 1.2)} | more
 
 
 def probe_of(*rows: dict, backend: str = "vllm", device: str = "cuda", positions: int = 32768) -> dict:
@@ -61,9 +59,9 @@ EVERY = [row("bf16", BF16), row("bf16_train_fp16_infer", MIXED), row("fp16", FP1
 def test_smallest_mismatch_and_its_settings():
     found = recommend(PREFLIGHT, probe_of(*EVERY), 64, WORDS)
     assert found.overrides == ["+precision=fp16", SCALE] and found.unknown == []
-    assert found.answers["regime"].startswith("fp16, which has the smallest k3: fp16 1e-07 (5e-08–2e-07), bf16 1e-05")
-    assert "may grow by a factor of 20 before it overflows" in found.answers["first loss scale"]
-    assert "2.05e+03 times below 65504" in found.answers["modules in fp32"]
+    assert found.answers["regime"].startswith("fp16 mismatches least: k3 1e-07 (5e-08–2e-07) in fp16, 1e-05 (8e-06")
+    assert found.answers["first loss scale"] == "2^17 = 131072"
+    assert found.answers["range of fp16"] == "fp16 fits; the largest activation is 32 at layers.1.mlp"
     assert found.answers["sequence weights"].startswith(
         "hold at 64 tokens in fp16: T·k3 6.4e-06 (3.2e-06–1.3e-05) nats, measured at up to 64 tokens; a model learned"
     )
@@ -80,31 +78,30 @@ def test_decision_from_the_recorded_runs_is_the_regime_with_the_smallest_mismatc
     assert recommend(PREFLIGHT, probe_of(*rows), 64, WORDS).overrides == ["+precision=fp16", SCALE]
     without_fp16 = [each for each in rows if each["regime"] != "fp16"]
     found = recommend(PREFLIGHT, probe_of(*without_fp16), 64, WORDS)
-    assert found.overrides is None and "bf16 or bf16_train_fp16_infer" in found.unknown[0], "these runs overlap"
+    assert found.overrides is None, "these runs overlap"
+    assert "between bf16 and bf16_train_fp16_infer" in found.answers["regime"]
 
 
 @pytest.mark.parametrize(
-    ("rows", "unknown"),
+    ("rows", "reason", "prompts"),
     [
-        ([row("bf16", (5e-7, 1e-7, 9e-7)), row("fp16", (9e-8, 5e-8, 2e-7))], "since their k3 overlap: .* ROWS=64$"),
-        ([row("bf16", BF16, prompts=7), row("fp16", FP16, prompts=7)], "from 7 prompts: make .*'MODEL=/a b' ROWS=32$"),
+        ([row("bf16", (5e-7, 1e-7, 9e-7)), row("fp16", (9e-8, 5e-8, 2e-7))], "between fp16 and bf16, whose k3", 64),
+        ([row("bf16", BF16, prompts=7), row("fp16", FP16, prompts=7)], "from 7 prompts, at least 8 are needed", 32),
     ],
 )
-def test_no_regime_without_a_decision(rows, unknown):
+def test_no_regime_without_a_decision(rows, reason, prompts):
     found = recommend(PREFLIGHT, probe_of(*rows), 64, WORDS)
     assert found.overrides is None and "sequence weights" not in found.answers
-    assert command.last_line(found.overrides, fenced=True) == "No regime is recommended."
-    assert found.answers["regime"].startswith("not decided: k3 ")
-    (doubt,) = found.unknown
-    assert re.search(unknown, doubt)
+    assert found.answers["regime"].startswith(f"not decided {reason}")
+    assert found.unknown == [f"the regime: make recommend 'MODEL=/a b' ROWS={prompts}"]
 
 
 KEPT = PREFLIGHT | {
-    "keep": {"layers.1.mlp": 2e6},
+    "keep": ("layers.1.mlp",),
     "overrides": ["a.keep_fp32_modules=[layers.1.mlp]", SCALE, "actor_rollout_ref.rollout.dtype=bfloat16"],
 }
-REFUSED = PREFLIGHT | {"rollout": {"supported": False, "reason": "vLLM refuses gemma2 models in float16"}}
-MISFIT = PREFLIGHT | {"misfit": "does not fit: the residual stream reaches 1e+07", "overrides": ["+precision=bf16"]}
+REFUSED = PREFLIGHT | {"rollout": Float16Support(False, "vLLM refuses gemma2 models in float16")}
+MISFIT = PREFLIGHT | {"misfit": True, "overrides": ["+precision=bf16"]}
 OVERFLOW = {"regime": "fp16", "overflow": "the rollout's logits are not finite in fp16"}
 
 
@@ -120,8 +117,8 @@ OVERFLOW = {"regime": "fp16", "overflow": "the rollout's logits are not finite i
 def test_bf16_where_fp16_does_not_run_on_both_sides(preflight, rows, reason, nevertheless):
     found = recommend(preflight, probe_of(*rows), 64, WORDS)
     assert found.overrides == ["+precision=bf16"] and reason in found.answers["regime"]
-    assert found.answers["regime"].startswith("bf16, the only 16-bit regime that runs: k3 bf16 1e-05")
-    assert found.answers["first loss scale"].startswith("none: the trainer of bf16")
+    assert found.answers["regime"].startswith("bf16 is the only 16-bit regime that was measured: k3 1e-05")
+    assert "first loss scale" not in found.answers, "bf16 needs none"
     in_fp16 = found.answers.get("fp16 in the trainer")
     if nevertheless:
         assert f"{nevertheless} actor_rollout_ref.rollout.dtype=float32: twice" in in_fp16 and "bfloat16" not in in_fp16
@@ -135,7 +132,7 @@ def test_bf16_where_fp16_does_not_run_on_both_sides(preflight, rows, reason, nev
 )
 def test_weights_at_a_length_beyond_the_answers(k3, verdict):
     interval = (k3, k3 / 1.1, k3 * 1.1)
-    rows = [row("bf16", (1, 0.9, 1.1)), row("fp16", interval, growth={"value": 2, "low": 1.5, "high": 3})]
+    rows = [row("bf16", (1, 0.9, 1.1)), row("fp16", interval, growth=Estimate(2, 1.5, 3))]
     found = recommend(PREFLIGHT, probe_of(*rows), 8192, WORDS)
     sentence = found.answers["sequence weights"]
     assert sentence.startswith(f"{verdict} at 8192 tokens in fp16: T·k3 ") and "up to 64 tokens and widened" in sentence
@@ -159,8 +156,7 @@ def test_weights_of_correlated_mismatches_are_judged_by_their_variance():
     ratios = [rng.normal(rng.normal(0, 0.02), 0.05, 128) for _ in range(128)]
     answers = [Answer(at // 8, ratio, np.zeros(128)) for at, ratio in enumerate(ratios)]
     measured = measure(answers)
-    row = json.loads(json.dumps({"regime": "fp16", **measured}, default=asdict))
-    sentence = recommend(PREFLIGHT, probe_of(row), 128, WORDS).answers["sequence weights"]
+    sentence = recommend(PREFLIGHT, probe_of({"regime": "fp16", **measured}), 128, WORDS).answers["sequence weights"]
     assert sentence.startswith("may or may not hold at 128 tokens") and 128 * measured["k3"].high < UNTRUNCATED.learned
     ess = next(point["ess"].value for point in measured["curve"] if point["length"] == 128)
     assert float(re.search(r"T·k3 (\S+)", sentence)[1]) == pytest.approx(-math.log(ess) / 2, rel=0.1)
@@ -177,7 +173,7 @@ def test_weights_of_equal_log_probabilities_hold():
 
 
 def test_what_the_machine_and_a_small_margin_leave_open():
-    near = PREFLIGHT | {"activation": [32752.0, "layers.1.mlp"]}
+    near = PREFLIGHT | {"activation": (32752.0, "layers.1.mlp")}
     found = recommend(near, probe_of(*EVERY, backend="hf", device="cpu"), 64, WORDS)
     model, kernels, margin = found.unknown
     assert "so its k3 is too small: make recommend 'MODEL=/a b' ROWS=16 BACKEND=vllm" in model
@@ -215,32 +211,19 @@ def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_pat
         lines[path.name] = last
     fits = accepted(capsys, lines["model"])
     assert lines["model"].startswith("+precision=fp16 ") and "both compute in float16" in fits
-    scale = json.loads((tmp_path / "model-out/preflight/numbers.json").read_text())["numbers"]["scale"]
-    assert f"loss scaler of the actor: init_scale {scale:g}" in fits
+    report = (tmp_path / "model-out/preflight/report.md").read_text()
+    (scale,) = re.findall(r"first loss scale: 2\^\d+ = (\d+):", report)
+    assert f"loss scaler of the actor: init_scale {scale}" in fits
     assert lines["wide"] == "+precision=bf16" and "both compute in bfloat16" in accepted(capsys, lines["wide"])
     in_fp16 = next(line for line in page.splitlines() if "keep_fp32_modules" in line).split(": ")[1]
     assert "model.layers.1.mlp]" in in_fp16 and shlex.split(in_fp16)[-1].endswith("rollout.dtype=float32")
     accepted(capsys, in_fp16)
 
-    examined = (tmp_path / "wide-out/preflight/report.md").stat().st_mtime_ns
+    measured = [file.stat().st_mtime_ns for file in tmp_path.glob("wide-out/probe/work/*.jsonl")]
     assert recommended(words)[-1] == last
-    assert (tmp_path / "wide-out/preflight/report.md").stat().st_mtime_ns == examined, "the preflight is repeated"
+    assert [file.stat().st_mtime_ns for file in tmp_path.glob("wide-out/probe/work/*.jsonl")] == measured
     with pytest.raises(Refused, match="SAMPLES=5: .* contains a probe with SAMPLES=4"):
         command.main([*words, "SAMPLES=5"])
-
-
-def test_preflight_is_repeated_once_the_model_in_its_folder_changed(tmp_path, monkeypatch):
-    for name in ("config.json", "model.safetensors"):
-        write(tmp_path / name, b"1")
-    pd.DataFrame({"prompt": [[{"role": "user", "content": "1+1"}]]}).to_parquet(tmp_path / "data.parquet")
-    options = preflight.parse(["DEVICE=cpu", f"MODEL={tmp_path}", f"DATA={tmp_path / 'data.parquet'}"])
-    examined = []
-    monkeypatch.setattr(preflight, "examine", lambda _: examined.append(1) or {"scale": len(examined)})
-    (tmp_path / "out").mkdir()
-    options = replace(options, out=tmp_path / "out")
-    assert [command.preflight_numbers(options)["scale"] for _ in range(2)] == [1, 1]
-    write(tmp_path / "model.safetensors", b"2")  # trained on
-    assert [command.preflight_numbers(options)["scale"] for _ in range(2)] == [2, 2]
 
 
 def test_regimes_that_vllm_or_the_gpu_refuses_are_not_probed(tmp_path, monkeypatch):
@@ -257,6 +240,6 @@ def test_regimes_that_vllm_or_the_gpu_refuses_are_not_probed(tmp_path, monkeypat
     assert regimes == {"hf": ("bf16", "bf16_train_fp16_infer", "fp16"), "vllm": ("bf16",)}
     monkeypatch.setattr("verl_precision.probe.variants.find_gpus", lambda: (Gpu("T4", (7, 5), False, True),))
     assert command.runnable(replace(probes["hf"], device="cuda")).precision == ("fp16",)
-    with pytest.raises(Refused, match=r"no 16-bit regime runs here: .* T4 \(sm75\) emulates; vLLM .* refuses"):
+    with pytest.raises(Refused, match=r"no 16-bit regime runs here: .* T4 \(sm75\) emulates bfloat16; vLLM .* refuses"):
         command.runnable(replace(probes["vllm"], device="cuda"))
-    assert command.parse([*words[:2], "DEVICE=cpu"]).out.name == "gemma2-hf-cpu-32x8", "one for each DEVICE"
+    assert command.parse([*words[:2], "DEVICE=cpu"]).probe.out.name == "gemma2-hf-cpu-32x8", "one for each DEVICE"

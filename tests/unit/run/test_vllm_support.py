@@ -16,7 +16,7 @@ from verl_precision.errors import Refused
 from verl_precision.facts import vllm_float16
 from verl_precision.facts.vllm_float16 import Float16Support, float16_support
 from verl_precision.files import write
-from verl_precision.probe.variants import check_vllm
+from verl_precision.probe.variants import check_regimes
 from verl_precision.run.checks import check_rollout
 from verl_precision.run.job import compose, parse_job
 
@@ -194,5 +194,5 @@ def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, 
     words.append(f"DATA={tmp_path}/data.parquet")
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
         probe.main([*words, "BACKEND=vllm"])
-    check_vllm(probe.parse([*words, "BACKEND=hf"]))
+    check_regimes(probe.parse([*words, "BACKEND=hf"]))
     assert "bf16_train_fp16_infer and fp16 are measured here" in capsys.readouterr().out

@@ -32,11 +32,6 @@ VARIABLES = {
 SEED = 1  # of the answers
 
 
-def parse(words: list[str]) -> ModelOptions:
-    """Parse ``NAME=VALUE`` words."""
-    return model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
-
-
 def examine(options: ModelOptions) -> dict:
     """Measure the model, write and print the report, and return what a recommendation is derived from.
 
@@ -52,8 +47,7 @@ def examine(options: ModelOptions) -> dict:
     import torch
     from tqdm import tqdm
 
-    from verl_precision.probe.fp16_range import assess, measure
-    from verl_precision.probe.fp16_report import findings, plot, table
+    from verl_precision.probe.fp16_range import assess, findings, measure, plot, table
     from verl_precision.probe.numerics import generate
 
     rollout = float16_support(options.model)
@@ -98,7 +92,7 @@ def examine(options: ModelOptions) -> dict:
 
 
 def main(words: list[str]) -> int:
-    options = parse(words)
+    options = model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
     if not prepare_sanity(options):
         return 1
     examine(options)

@@ -22,12 +22,10 @@ def measure(options: ProbeOptions) -> dict:
     Raises:
         Refused: the model or the data cannot be used, or a regime cannot be measured here.
     """
-    from verl_precision.probe.comparison import compare, summarize
-    from verl_precision.probe.log_probs import ProbeTask, compute_log_probs
+    from verl_precision.probe.log_probs import ProbeTask, compute_log_probs, fingerprint, open_work_folder
     from verl_precision.probe.numerics import exact_dtype
-    from verl_precision.probe.report import versions, write
+    from verl_precision.probe.report import compare, summarize, versions, write
     from verl_precision.probe.variants import check_regimes, rebatched, variants
-    from verl_precision.probe.work_folder import fingerprint, open_work_folder
 
     check_regimes(options)
     messages = prompts(options.data, options.rows)

@@ -33,11 +33,9 @@ MEASURED = {"PRECISION": "bf16 bf16_train_fp16_infer fp16", "WIRE": "fp32", "HEA
 
 @dataclass(frozen=True)
 class RecommendOptions:
-    """The options of the probe, whose folder is that of all reports; the tokens of a response; the given variables."""
-
-    probe: ProbeOptions
-    length: int
-    words: dict[str, str]
+    probe: ProbeOptions  # its folder is that of all reports
+    length: int  # tokens of a response
+    words: dict[str, str]  # the given variables without OUT
 
 
 def parse(words: list[str]) -> RecommendOptions:
@@ -55,11 +53,7 @@ def parse(words: list[str]) -> RecommendOptions:
 
 
 def runnable(options: ProbeOptions) -> ProbeOptions:
-    """Return the options without the regimes that the probe refuses to run on these GPUs or with vLLM.
-
-    Raises:
-        Refused: no regime is left.
-    """
+    """Return the options without the regimes that the probe refuses; refused if none is left."""
     from verl_precision.probe.variants import refused_regimes
 
     refused = refused_regimes(options)

@@ -1,19 +1,22 @@
-"""Measure the activations and gradients of a model's modules, and assess whether they fit into fp16's range.
+"""Measure the activations and gradients of a model's modules, and report whether they fit into fp16's range.
 
 Everything is computed in fp32, outside autocast: fp16 would turn a large value into inf and hide its size and that of
 all values after it.
 """
 
 import math
+import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
 from verl_precision.facts.vllm_float16 import Float16Support
+from verl_precision.format import significant
 
 LARGEST = torch.finfo(torch.float16).max  # 65504
 FLUSH_EXPONENT = -25  # magnitudes below 2**-25 round to 0, those above to 2**-24, fp16's smallest subnormal
@@ -22,11 +25,7 @@ LOWEST_EXPONENT, BINS = -149, 279  # frexp's exponents of fp32, -148 to 128, and
 
 
 def exponent_counts(gradient: torch.Tensor) -> torch.Tensor:
-    """Count the non-zero elements of each exponent e, 2**(e-1) <= |g| < 2**e; int64, ``(BINS,)``.
-
-    Raises:
-        ValueError: an element is inf or NaN.
-    """
+    """Count the non-zero elements of each exponent e, 2**(e-1) <= |g| < 2**e; int64, ``(BINS,)``."""
     if not gradient.isfinite().all():
         raise ValueError("a gradient is not finite in fp32")
     exponents = torch.frexp(gradient[gradient != 0]).exponent
@@ -156,21 +155,13 @@ def measure(model: torch.nn.Module, rows: list[tuple[torch.Tensor, int]]) -> dic
 
 @dataclass(frozen=True)
 class Fp16Assessment:
-    """Whether and how a model can train in fp16.
-
-    Args:
-        ranges: of the model's modules.
-        keep: outermost modules to keep in fp32.
-        misfit: the module whose value exceeds fp16 and that no kept module helps, or None.
-        gradient: the largest gradient in fp16 at loss scale 1, and the name of its module.
-        counts: ``exponent_counts`` of all gradients in fp16, of ``weights`` and of leaf modules' ``activations``.
-    """
+    """Whether and how a model can train in fp16."""
 
     ranges: dict[str, ModuleRange]
-    keep: tuple[str, ...]
-    misfit: str | None
-    gradient: tuple[float, str]
-    counts: dict[str, torch.Tensor]
+    keep: tuple[str, ...]  # outermost modules to keep in fp32
+    misfit: str | None  # the module whose value exceeds fp16 and that no kept module helps
+    gradient: tuple[float, str]  # the largest gradient in fp16 at loss scale 1, and the name of its module
+    counts: dict[str, torch.Tensor]  # of all gradients in fp16, of weights and of leaf modules' activations
 
     @property
     def log2_scale(self) -> int:
@@ -233,11 +224,7 @@ def module_to_keep(ranges: dict[str, ModuleRange], name: str) -> str | None:
 
 
 def assess(ranges: dict[str, ModuleRange]) -> Fp16Assessment:
-    """Assess training in fp16 from the ranges of a model's modules.
-
-    Raises:
-        ValueError: no gradient is other than zero.
-    """
+    """Assess training in fp16 from the ranges of a model's modules; a ValueError if every gradient is zero."""
     too_large = {name: module_to_keep(ranges, name) for name, record in ranges.items() if not record.fits}
     stream = [name for name in too_large if ranges[name].block]
     misfits = stream or [name for name, outer in too_large.items() if outer is None]
@@ -255,3 +242,84 @@ def assess(ranges: dict[str, ModuleRange]) -> Fp16Assessment:
     weights = sum((record.weight_gradients.counts for record in in_fp16.values()), none)
     outputs = sum((record.output_gradients.counts for record in in_fp16.values() if record.leaf), none)
     return Fp16Assessment(ranges, keep, misfit, max(gradients), {"weights": weights, "activations": outputs})
+
+
+def findings(assessment: Fp16Assessment, rollout: Float16Support, listed: Mapping[str, object]) -> dict[str, str]:
+    """Return the findings by name, the verdict first.
+
+    Args:
+        rollout: whether vLLM runs the model in float16.
+        listed: ``KeptModules.names()`` of what the model's class lists for float16.
+    """
+    found = {"verdict": assessment.verdict()}
+    if not rollout.supported:
+        unknown = "not known whether vLLM runs it in float16: " if rollout.supported is None else ""
+        found["rollout"] = unknown + rollout.reason
+    (activation, name), (gradient, where) = assessment.largest_activation, assessment.gradient
+    times = significant(LARGEST / activation)
+    found["largest activation"] = f"{activation:.4g} at {name}; fp16's largest, 65504, is {times} times as large"
+    found["largest gradient"] = f"{gradient:.3g} at {where}, at loss scale 1"
+    found["first loss scale"] = (
+        f"2^{assessment.log2_scale} = {assessment.scale:g}: the largest power of two that leaves the largest gradient, "
+        f"{gradient:.3g} at {where}, a factor of {HEADROOM} below {LARGEST:g}"
+    )
+    for kind, counts in assessment.counts.items():
+        at_1, at_scale = (flushed_share(counts, log2) for log2 in (0, assessment.log2_scale))
+        found[f"flushed, {kind}"] = (
+            f"{at_1:.2%} of non-zero gradients at scale 1, {at_scale:.2%} at {assessment.scale:g}"
+        )
+    if kept := listed.get("keep_fp32"):
+        found["in fp32 by the model's class"] = (
+            f"{', '.join(kept)}: the trainer follows the class (verl 0.8.0 on); vLLM has its own choice "
+            "for each model, and follows keep_fp32_modules only for routers"
+        )
+    if declined := listed.get("not_kept_fp32"):
+        found["listed by the class, not in fp32"] = "; ".join(f"{name}: {why}" for name, why in declined.items())
+    return found
+
+
+def table(assessment: Fp16Assessment) -> list[list[str]]:
+    """Return the headings and a row per module, largest activations first; shares are of both kinds of gradients."""
+    scales = (0, assessment.log2_scale)
+    gradients = ["output gradient", "weight gradient", *(f"flushed at 2^{log2}" for log2 in scales)]
+    rows = [["module", "activation", "of 65504", *gradients]]
+    for name, record in assessment.by_activation():
+        counts = record.output_gradients.counts + record.weight_gradients.counts
+        cells = [f"{name} (keep)" if name in assessment.keep else name]
+        cells += [f"{record.activation:.3g}", f"{record.activation / LARGEST:.2g}"]
+        cells += [f"{record.output_gradients.most:.2g}", f"{record.weight_gradients.most:.2g}"]
+        cells += [f"{flushed_share(counts, log2):.2%}" if counts.any() else "-" for log2 in scales]
+        rows.append(cells)
+    return rows
+
+
+def plot(assessment: Fp16Assessment, title: str, file: Path) -> None:
+    """Draw the largest activation of each module, and the distribution of gradients over fp16's range."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    records = [(place, record) for place, record in enumerate(assessment.ranges.values()) if record.activation]
+    for kind, text in (("block", "residual stream (blocks)"), ("leaf", "leaf modules")):
+        points = [(place, record.activation) for place, record in records if getattr(record, kind)]
+        left.plot(*zip(*points, strict=True), "o", markersize=4, label=text)
+    left.axhline(LARGEST, color="tab:red", label="65504")
+    activation, name = assessment.largest_activation
+    left.set(title=f"largest |activation|: {activation:.3g} at {name}")
+    left.set(yscale="log", xlabel="module, in the model's order")
+    left.legend(fontsize=8)
+
+    edges = torch.arange(BINS + 1) + LOWEST_EXPONENT - 1
+    for kind, counts in assessment.counts.items():
+        right.stairs(counts / counts.sum(), edges, label=f"gradients of {kind}")
+    for log2, color in ((0, "tab:red"), (assessment.log2_scale, "tab:green")):
+        span = FLUSH_EXPONENT - log2, math.log2(LARGEST) - log2
+        right.axvspan(*span, color=color, alpha=0.12, label=f"fp16's range at loss scale 2^{log2}")
+    right.set_xlim(-62, 18 - min(assessment.log2_scale, 0))
+    right.set(xlabel="log2 |gradient|", title="share of the non-zero gradients, a power of two a bin")
+    right.legend(fontsize=8)
+    figure.suptitle(textwrap.fill(f"{title}: {assessment.verdict()}", 160), fontsize=10)
+    figure.savefig(file, dpi=120)
+    plt.close(figure)

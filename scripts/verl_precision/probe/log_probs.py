@@ -1,29 +1,33 @@
 """Compute the log-probabilities of a probe: a rollout samples answers, then trainers compute those of the same tokens.
 
-The rollout is Hugging Face's model in this process, or an offline vLLM in another.
+The rollout is Hugging Face's model in this process, or an offline vLLM in another. ``OUT/work`` has a file for each,
+once it is complete, so that an interrupted probe can resume: ``ROLLOUT.jsonl`` contains the ``answers`` (token ids) to
+a prompt in each line and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the ``log_probs`` of the same tokens; both,
+of a mixture, also ``experts`` where these can be observed. A line with ``overflow`` is the last one of its file.
 """
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from omegaconf import OmegaConf
+from tqdm import tqdm
 
 from verl_precision.errors import Refused
-from verl_precision.files import read_jsonl
+from verl_precision.files import read_jsonl, write_json
 from verl_precision.paths import CONFIGS, IMPORTS, REPO
 from verl_precision.probe.model import end_tokens
-from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
+from verl_precision.probe.numerics import Overflow, RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
 from verl_precision.probe.options import ProbeOptions
 from verl_precision.probe.variants import Variant
-from verl_precision.probe.work_folder import rollout_file, trainer_file, write_lines
 from verl_precision.run.log import errors
 
 if TYPE_CHECKING:
@@ -42,16 +46,58 @@ class ProbeTask:
     work: Path
 
 
+def open_work_folder(out: Path, settings: dict) -> Path:
+    """Return ``out``/work, created or with the work done so far; refused if that has other settings."""
+    work = out / "work"
+    file = work / "settings.json"
+    recorded = json.loads(file.read_text()) if file.exists() else settings
+    for name, value in settings.items():
+        if (earlier := recorded.get(name, "not set")) != value:
+            raise Refused(
+                f"{name}={value}: {out} contains a probe with {name}={earlier}; "
+                "repeat its settings, choose another OUT or remove that folder"
+            )
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(file, settings)
+    return work
+
+
+def fingerprint(masters: "PreTrainedModel") -> str:
+    """Return 12 hex digits of the weights, the same on every device and with any number of threads."""
+    digest = hashlib.sha256()
+    for weight in masters.parameters():
+        digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()[:12]
+
+
+def write_lines(file: Path, number: int, make: Callable[[int], dict]) -> None:
+    """Write ``number`` lines, with a progress bar, under another name until all are written; stop after an overflow.
+
+    Args:
+        make: returns the content of a line by its index.
+    """
+    part = file.with_suffix(".part")
+    with part.open("w") as out:
+        for index in tqdm(range(number), file.stem, unit="prompt"):
+            try:
+                line = make(index)
+            except Overflow as error:
+                line = {"overflow": str(error)}
+            out.write(json.dumps(line) + "\n")
+            if "overflow" in line:
+                break
+    part.rename(file)
+
+
 def compute_log_probs(task: ProbeTask, variants: Iterable[Variant]) -> None:
     """Compute the log-probabilities of all variants that are not in the work folder yet."""
     answer = generate_by_vllm if task.options.backend == "vllm" else generate_by_hf
     for variant in variants:
-        file = rollout_file(task.work, variant.rollout)
+        file = variant.rollout_file(task.work)
         if not file.exists():
             answer(task, variant.rollout, file)
         rolled_out = read_jsonl(file)
-        for trainer in variant.trainers:
-            scored = trainer_file(task.work, trainer, variant.rollout)
+        for scored, trainer in variant.trainer_files(task.work).items():
             if not scored.exists() and "overflow" not in rolled_out[-1]:
                 score_by_trainer(task, trainer, rolled_out, scored)
 
@@ -81,18 +127,9 @@ def generate_by_vllm(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> N
         sent = build(task.masters, RolloutNumerics("fp32", rollout.wire, False), "cpu")
         sent.save_pretrained(checkpoint)
         task.tokenizer.save_pretrained(checkpoint)
-    request = {
-        "model": options.model if rollout.wire == "fp32" else str(checkpoint),
-        "dtype": rollout.dtype,
-        "head": rollout.head,
-        "prompts": task.prompts,
-        "samples": options.samples,
-        "length": task.length,
-        "seed": options.seed,
-        "temperature": options.temperature,
-        "device": options.device,
-        "file": str(part),
-    }
+    request = {name: getattr(options, name) for name in ("samples", "seed", "temperature", "device")}
+    request |= {"prompts": task.prompts, "length": task.length, "dtype": rollout.dtype, "head": rollout.head}
+    request |= {"model": options.model if rollout.wire == "fp32" else str(checkpoint), "file": str(part)}
     path = filter(None, [*IMPORTS, str(REPO), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if options.device == "cpu":

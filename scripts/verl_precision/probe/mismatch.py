@@ -21,15 +21,12 @@ EXTRAPOLATION = 2  # convention: T·k3 of longer answers than the measured ones 
 
 @dataclass(frozen=True)
 class Answer:
-    """Log-probabilities of an answer's tokens, float64, ``(tokens,)``; ``prompt`` is an index.
+    """The tokens of an answer, ``(tokens,)`` each."""
 
-    A mixture's also have the fingerprints (``routing``) of the experts, int64, where both sides' are observed.
-    """
-
-    prompt: int
-    trainer: np.ndarray
+    prompt: int  # its index
+    trainer: np.ndarray  # log-probabilities, float64
     rollout: np.ndarray
-    trainer_experts: np.ndarray | None = None
+    trainer_experts: np.ndarray | None = None  # fingerprints, int64, of a mixture where both sides' are observed
     rollout_experts: np.ndarray | None = None
 
     @property
@@ -60,11 +57,7 @@ class Bootstrap:
         self.draws = np.random.default_rng(seed).multinomial(number, np.full(number, 1 / number), DRAWS)
 
     def __call__(self, statistic: Callable[..., np.ndarray], *columns: np.ndarray) -> Estimate:
-        """Estimate ``statistic``, an elementwise function of the sums of the columns.
-
-        Args:
-            columns: a number per answer, ``(answers,)``.
-        """
+        """Estimate ``statistic``, an elementwise function of the sums of the columns, ``(answers,)`` each."""
         sums = [np.bincount(self.of, column, self.draws.shape[1]) for column in columns]
         with np.errstate(all="ignore"):  # a draw may have none of the few answers that are long enough
             drawn = statistic(*(self.draws @ column for column in sums))
@@ -116,11 +109,6 @@ def answer_k3(result: dict, length: int) -> Estimate:
     return Estimate(value * length, low * length / beyond, high * length * beyond)
 
 
-def rate_growth(single: np.ndarray, joint: np.ndarray) -> np.ndarray:
-    """Return the ratio of a λ from blocks to that of single tokens, 1 where the log-probabilities are equal."""
-    return np.where(single == 0, 1, joint / single)
-
-
 def ess_at_length(bootstrap: Bootstrap, answers: list[Answer], length: int, rate: Estimate) -> dict:
     """Return ESS/N of sequence weights over ``length`` tokens, measured if enough answers have them."""
     long = np.array([len(answer.rollout) >= length for answer in answers])
@@ -151,7 +139,11 @@ def measure(answers: list[Answer]) -> dict:
     block = max(enough, default=1)
     single, joint = blocks(answers, 1), blocks(answers, block)
     rate = bootstrap(loss_rate, *joint)
-    growth = bootstrap(lambda *sums: rate_growth(loss_rate(*sums[:4]), loss_rate(*sums[4:])), *single, *joint)
+
+    def ratio(*sums: np.ndarray) -> np.ndarray:
+        one, other = loss_rate(*sums[:4]), loss_rate(*sums[4:])
+        return np.where(one == 0, 1, other / one)  # 0 where the log-probabilities are equal
+
     measured = [length for length in powers if (sizes >= length).sum() >= LEAST]
     result = {
         "prompts": len(set(answer.prompt for answer in answers)),
@@ -164,7 +156,7 @@ def measure(answers: list[Answer]) -> dict:
         "largest": float(max(np.abs(answer.log_ratio).max() for answer in answers)),
         "rate": rate,
         "block": block,
-        "growth": growth,
+        "growth": bootstrap(ratio, *single, *joint),
         "curve": [ess_at_length(bootstrap, answers, length, rate) for length in sorted({*measured, *LENGTHS})],
     }
     if answers[0].trainer_experts is not None:

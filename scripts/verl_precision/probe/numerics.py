@@ -5,6 +5,7 @@ calls ``recipes.cpu.host.autocast_as_cuda`` once.
 """
 
 import copy
+import inspect
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +14,6 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_precision.facts.dtypes import torch_dtype
-from verl_precision.probe.routing import ExpertRecorder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,15 +28,11 @@ class Overflow(Exception):
 
 @dataclass(frozen=True)
 class RolloutNumerics:
-    """The dtypes of a rollout: weights are sent as ``wire`` and stored, like the KV cache, in ``dtype``.
-
-    Args:
-        head: whether the head computes in fp32, from weights in ``dtype``: vLLM's ``head_dtype``.
-    """
+    """The dtypes of a rollout: weights are sent as ``wire`` and stored, like the KV cache, in ``dtype``."""
 
     dtype: str
     wire: str
-    head: bool
+    head: bool  # whether the head computes in fp32, from weights in dtype: vLLM's head_dtype
 
     @property
     def name(self) -> str:
@@ -48,18 +44,12 @@ class RolloutNumerics:
 
 @dataclass(frozen=True)
 class TrainerNumerics:
-    """The dtypes and micro-batches of verl's FSDP engine: fp32 masters, gathered in ``dtype``, in its autocast.
-
-    Args:
-        head: whether the head computes in fp32 from the masters, as with ``keep_fp32_modules=[lm_head]``.
-        packed: whether the rows of a micro-batch are packed into one, as with ``use_remove_padding``; else padded.
-        doubled: whether a micro-batch has twice as many rows.
-    """
+    """The dtypes and micro-batches of verl's FSDP engine: fp32 masters, gathered in ``dtype``, in its autocast."""
 
     dtype: str
-    head: bool
-    packed: bool = False
-    doubled: bool = False
+    head: bool  # whether the head computes in fp32 from the masters, as with keep_fp32_modules=[lm_head]
+    packed: bool = False  # whether the rows of a micro-batch are packed, as with use_remove_padding; else padded
+    doubled: bool = False  # whether a micro-batch has twice as many rows
 
     @property
     def name(self) -> str:
@@ -96,6 +86,42 @@ def build(masters: "PreTrainedModel", numerics: RolloutNumerics | TrainerNumeric
     return model.to(device).eval()
 
 
+class ExpertRecorder:
+    """Record the experts that a mixture chooses in forward passes inside a ``with`` block.
+
+    In transformers 5 a layer's experts are a module ``experts``, called with the hidden states, the numbers of the
+    chosen experts ``(tokens, chosen)`` and their weights. A mixture with another signature, as Llama 4's, counts as
+    dense.
+    """
+
+    def __init__(self, model: "PreTrainedModel"):
+        named = (module for name, module in model.named_modules() if name.rpartition(".")[2] == "experts")
+        self.layers = [module for module in named if len(inspect.signature(module.forward).parameters) == 3]
+        self.chosen: list[torch.Tensor] = []
+
+    def __enter__(self) -> "ExpertRecorder":
+        record = lambda module, args: self.chosen.append(args[1])
+        self.hooks = [layer.register_forward_pre_hook(record) for layer in self.layers]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def fingerprints(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return a number per token of the pass since the last call, int64, in the shape of its token ids.
+
+        The same experts in all layers have the same number, on every device; others differ except with a probability
+        of 2**-50.
+        """
+        numbers, generator = torch.zeros_like(ids, dtype=torch.int64).flatten(), torch.Generator().manual_seed(0)
+        for chosen in self.chosen:
+            factors = torch.randint(2**63 - 1, chosen.shape[-1:], generator=generator)
+            numbers += (chosen.sort(-1).values * factors.to(chosen.device)).sum(-1).flatten()  # modulo 2**64
+        self.chosen.clear()
+        return numbers.view_as(ids)
+
+
 def autocast(device: str, dtype: str) -> AbstractContextManager:
     """Return the context of the engine's forward pass: autocast, except for fp32."""
     return nullcontext() if dtype == "fp32" else torch.autocast(device, torch_dtype(dtype))
@@ -123,7 +149,7 @@ def generate(
 
     Returns:
         ``answers``, the tokens of each with the one that ended it, their ``log_probs``, and of a mixture ``experts``,
-        the fingerprints (``routing``) of the experts at the positions that predict them.
+        the fingerprints of the experts at the positions that predict them.
 
     Raises:
         Overflow: the logits are not finite.

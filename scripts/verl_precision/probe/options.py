@@ -57,6 +57,7 @@ class ModelOptions:
 
     @property
     def name(self) -> str:
+        """The model's name in files."""
         return name_in_files(self.model)
 
 

@@ -32,7 +32,7 @@ def by_regime(rows: list[dict]) -> dict[str, dict]:
 
 def choose(rows: Mapping[str, dict]) -> tuple[str | None, str]:
     """Return the 16-bit regime with the smallest k3, None if the rows do not decide, and the reason."""
-    order = sorted(rows.keys() - {"fp32"}, key=lambda name: rows[name]["k3"].value)
+    order = sorted((name for name in rows if name != "fp32"), key=lambda name: rows[name]["k3"].value)
     if not order:
         return None, "no 16-bit regime was measured"
     best, *others = order

@@ -13,7 +13,6 @@ from verl_precision.facts.vllm_float16 import float16_support
 from verl_precision.paths import CONFIGS
 from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics
 from verl_precision.probe.options import HEADS, ProbeOptions
-from verl_precision.probe.work_folder import rollout_file, trainer_file
 
 # How the micro-batches of two passes of a trainer differ: what is replaced in the numerics of the one and the other.
 CHANGES = {
@@ -25,29 +24,28 @@ CHANGES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the report: a regime, its wire, which heads compute in fp32, and what its trainer is compared with.
-
-    Args:
-        change: a key of ``CHANGES``; None for the comparison with the rollout.
-        other: with a change, the trainer that takes the place of the rollout, on the rollout's answers.
-    """
+    """A row of the report: a regime, its wire, which heads compute in fp32, and what its trainer is compared with."""
 
     regime: str
     wire: str
     head: str
     trainer: TrainerNumerics
     rollout: RolloutNumerics
-    change: str | None = None
-    other: TrainerNumerics | None = None
+    change: str | None = None  # a key of CHANGES; None for the comparison with the rollout
+    other: TrainerNumerics | None = None  # with a change: compared instead of the rollout, on its answers
 
-    @property
-    def trainers(self) -> list[TrainerNumerics]:
-        return [trainer for trainer in (self.other, self.trainer) if trainer]
+    def rollout_file(self, work: Path) -> Path:
+        return work / f"{self.rollout.name}.jsonl"
+
+    def trainer_files(self, work: Path) -> dict[Path, TrainerNumerics]:
+        """Return the files of all trainers, the other one first."""
+        trainers = [trainer for trainer in (self.other, self.trainer) if trainer]
+        return {work / f"{trainer.name}-on-{self.rollout.name}.jsonl": trainer for trainer in trainers}
 
     def files(self, work: Path) -> tuple[Path, Path]:
         """Return the files of the log-probabilities that are compared: the trainer's, and the rollout's or other's."""
-        other = trainer_file(work, self.other, self.rollout) if self.other else rollout_file(work, self.rollout)
-        return trainer_file(work, self.trainer, self.rollout), other
+        *other, trainer = self.trainer_files(work)
+        return trainer, other[0] if other else self.rollout_file(work)
 
     def columns(self) -> dict[str, str]:
         """Return what identifies the row in the JSON report."""

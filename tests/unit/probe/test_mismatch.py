@@ -8,9 +8,8 @@ import torch
 
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 from verl_precision.probe import mismatch
-from verl_precision.probe.comparison import verdict
 from verl_precision.probe.mismatch import Answer, Estimate
-from verl_precision.probe.report import statistics
+from verl_precision.probe.report import statistics, verdict
 
 
 def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:

@@ -26,9 +26,10 @@ from verl_precision.probe.fp16_range import (
     GradientRange,
     ModuleRange,
     assess,
+    findings,
     flushed_share,
+    table,
 )
-from verl_precision.probe.fp16_report import findings, table
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
 RUNS = Float16Support(True, "vLLM runs it")

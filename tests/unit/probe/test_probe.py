@@ -21,12 +21,11 @@ from verl_precision.facts.gpus import Gpu
 from verl_precision.files import read_jsonl
 from verl_precision.paths import PROGRAM, REPO
 from verl_precision.probe import log_probs, vllm_generate
-from verl_precision.probe.comparison import compare
-from verl_precision.probe.log_probs import ProbeTask
+from verl_precision.probe.log_probs import ProbeTask, write_lines
 from verl_precision.probe.model import answer_length, load
 from verl_precision.probe.numerics import Overflow, RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
+from verl_precision.probe.report import compare
 from verl_precision.probe.variants import Variant, check_regimes
-from verl_precision.probe.work_folder import rollout_file, trainer_file, write_lines
 from verl_precision.spelling import as_options
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -192,15 +191,15 @@ def test_overflow_and_weights_exact_in_16_bits_are_reported(probes):
 
 def test_variants_are_compared_up_to_an_overflow_of_either_side(tmp_path):
     fp16 = Variant("fp16", "fp32", "none", TrainerNumerics("fp16", False), RolloutNumerics("fp16", "fp32", False))
-    rollout, trainer = rollout_file(tmp_path, fp16.rollout), trainer_file(tmp_path, fp16.trainer, fp16.rollout)
+    trainer, rollout = fp16.files(tmp_path)
     line = {"answers": [[1, 2], [3]], "log_probs": [[-0.5, -1.0], [-0.25]]}
     rollout.write_text(f"{json.dumps(line)}\n" * 2)
     trainer.write_text(f"{json.dumps({'log_probs': line['log_probs']})}\n" * 2)
     (found,) = compare([fp16], tmp_path)
     assert (found["prompts"], found["sequences"], found["equal"].value) == (2, 4, 1) and "overflow" not in found
-    doubled = replace(fp16.trainer, doubled=True)
-    trainer_file(tmp_path, doubled, fp16.rollout).write_text('{"log_probs": [[-0.5, -1.5], [-0.25]]}\n' * 2)
-    (found,) = compare([replace(fp16, change="size", trainer=doubled, other=fp16.trainer)], tmp_path)
+    itself = replace(fp16, change="size", trainer=replace(fp16.trainer, doubled=True), other=fp16.trainer)
+    itself.files(tmp_path)[0].write_text('{"log_probs": [[-0.5, -1.5], [-0.25]]}\n' * 2)
+    (found,) = compare([itself], tmp_path)
     assert (found["equal"].value, found["largest"]) == (2 / 3, 0.5)
     with trainer.open("a") as file:
         file.write('{"overflow": "the trainer\'s"}\n')
@@ -272,7 +271,7 @@ def test_weights_are_loaded_in_fp32_and_a_rollouts_head_keeps_its_own(folder):
 def test_vllm_answers_all_prompts_in_another_process(tmp_path, monkeypatch):
     options = SimpleNamespace(model="m", samples=2, seed=1, device="cpu", temperature=0.7)
     prompts, rollout = [[1], [2], [3]], RolloutNumerics("fp16", "fp32", False)
-    task, file = ProbeTask(options, None, None, prompts, 8, tmp_path), rollout_file(tmp_path, rollout)
+    task, file = ProbeTask(options, None, None, prompts, 8, tmp_path), tmp_path / f"{rollout.name}.jsonl"
     requests = []
 
     def run(command: list[str], input: str, **given) -> SimpleNamespace:

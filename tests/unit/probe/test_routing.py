@@ -13,9 +13,8 @@ from recipes.arithmetic.families import build_model, build_tokenizer
 from verl_precision.commands import probe
 from verl_precision.files import read_jsonl
 from verl_precision.paths import SCRIPTS
-from verl_precision.probe.comparison import compare
 from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
-from verl_precision.probe.report import other_experts
+from verl_precision.probe.report import compare, other_experts
 from verl_precision.probe.variants import Variant, rebatched
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10]]

@@ -303,8 +303,8 @@ def plot(assessment: Fp16Assessment, title: str, file: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     records = [(place, record) for place, record in enumerate(assessment.ranges.values()) if record.activation]
     for kind, text in (("block", "residual stream (blocks)"), ("leaf", "leaf modules")):
-        points = [(place, record.activation) for place, record in records if getattr(record, kind)]
-        left.plot(*zip(*points, strict=True), "o", markersize=4, label=text)
+        points = {place: record.activation for place, record in records if getattr(record, kind)}
+        left.plot(points.keys(), points.values(), "o", markersize=4, label=text)
     left.axhline(LARGEST, color="tab:red", label="65504")
     activation, name = assessment.largest_activation
     left.set(title=f"largest |activation|: {activation:.3g} at {name}")

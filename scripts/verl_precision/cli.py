@@ -44,8 +44,8 @@ def setting(summary: str, needs: tuple[str, ...] = (), module: str = "", **flags
     return Command(summary, module, True, named, needs)
 
 
-MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib")
-PROBE = (*MODEL, "omegaconf", "numpy", "tqdm")
+MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib", "tqdm")
+PROBE = (*MODEL, "omegaconf", "numpy")
 CONFIG = ("verl", "hydra", "omegaconf", "torch", "ray", "tensordict", "transformers")  # what verl itself imports
 JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")

@@ -1,5 +1,6 @@
 """The shipped experiments, composed against the installed, patched verl and checked by verl itself."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -12,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl_precision.paths import CONFIGS, REPO
+from verl_precision.report.figures import COLORS
 from verl_precision.run.job import compose as compose_job
 from verl_precision.run.job import parse_job
 from verl_precision.run.presets import FLASH_ATTENTION, PRESETS
@@ -46,6 +48,12 @@ def compose(tiny_model) -> Callable[..., DictConfig]:
         return config
 
     return of
+
+
+def test_every_regime_has_a_color_and_a_row_in_the_reference():
+    assert set(options("precision")) <= COLORS.keys()
+    rows = re.findall(r"^\| `(\w+)` \|", (REPO / "docs/reference/keys.md").read_text(), re.M)
+    assert set(options("precision")) <= set(rows)
 
 
 def combined(group: str, least: str) -> list:

@@ -19,7 +19,7 @@ from verl_precision.probe.model import prepare_sanity
 from verl_precision.probe.options import VARIABLES as PROBE
 from verl_precision.probe.options import ModelOptions, ProbeOptions
 from verl_precision.probe.options import parse as parse_probe
-from verl_precision.words import file_path, parse_words, whole_number
+from verl_precision.words import file_path, options, parse_words, whole_number
 
 SHARED = ("MODEL", "DATA", "ROWS", "SAMPLES", "BACKEND", "DEVICE")  # variables of the probe
 VARIABLES = {
@@ -28,7 +28,8 @@ VARIABLES = {
     "TOKENS": "most tokens of an answer in the probe, default as many as the model's positions allow, up to 1024",
     "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-DEVICE-ROWSxSAMPLES",
 }
-MEASURED = {"PRECISION": "bf16 bf16_train_fp16_infer fp16", "WIRE": "fp32", "HEAD": "none", "BATCH": "none"}
+REGIMES = [name for name in options("precision") if name != "fp32"]
+MEASURED = {"PRECISION": " ".join(REGIMES), "WIRE": "fp32", "HEAD": "none", "BATCH": "none"}
 
 
 @dataclass(frozen=True)

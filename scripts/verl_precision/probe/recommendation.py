@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 
+from verl_precision.facts.regime import named_dtypes
 from verl_precision.probe.fp16_range import HEADROOM, LARGEST
 from verl_precision.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, answer_k3, measured_length
 from verl_precision.sequence_weights import UNTRUNCATED, prediction
 from verl_precision.spelling import spelled
+from verl_precision.words import options
 
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 
@@ -110,9 +112,10 @@ def exclusions(preflight: dict, rows: list[dict]) -> dict[str, str]:
         "does not fit": preflight["misfit"],
         "has a rollout in float16, which vLLM refuses": preflight["rollout"].supported is False,
     }
+    in_fp16 = [name for name in options("precision") if "float16" in named_dtypes(name).values()]
     for reason, applies in no_fp16.items():
         if applies:
-            excluded |= {name: excluded.get(name, reason) for name in ("fp16", "bf16_train_fp16_infer")}
+            excluded |= {name: excluded.get(name, reason) for name in in_fp16}
     return excluded
 
 

@@ -9,6 +9,10 @@ import numpy as np
 from gymnasium.spaces.utils import flatten
 
 
+class InvalidEnvironmentError(ValueError):
+    """An environment that no policy can be trained in: its spaces, or what a step returned; the message is one line."""
+
+
 def make_env(name: str, make: Callable[..., Any] = gymnasium.make, **settings: Any) -> Any:
     """Return ``make(name, **settings)``; raise ``ValueError`` if it is unknown or needs a package that is missing."""
     if name.count(":") > 1:
@@ -20,19 +24,19 @@ def make_env(name: str, make: Callable[..., Any] = gymnasium.make, **settings: A
 
 
 def flat_observation(space: gymnasium.Space, value: Any, where: str) -> np.ndarray:
-    """Return an element of a space as a float32 vector; raise ``ValueError`` with ``where`` if it has an inf or NaN."""
+    """Return an element of a space as a float32 vector; raise ``InvalidEnvironmentError`` if it has an inf or NaN."""
     vector = np.asarray(flatten(space, value), dtype=np.float32).reshape(-1)
     nonfinite = np.flatnonzero(~np.isfinite(vector))
     if len(nonfinite):
         component = nonfinite[0]
-        raise ValueError(f"{where}: component {component} of the observation is {vector[component]}")
+        raise InvalidEnvironmentError(f"{where}: component {component} of the observation is {vector[component]}")
     return vector
 
 
 def play_episode(env: gymnasium.Env, choose: Callable, seed: Optional[int], where: str) -> Iterator[tuple]:
     """Yield each step of an episode: flat observation, action, reward, whether it terminated, next flat observation.
 
-    An observation or a reward that is inf or NaN raises ``ValueError`` with ``where`` and its step.
+    An observation or a reward that is inf or NaN raises ``InvalidEnvironmentError`` with ``where`` and its step.
     """
     observation, _ = env.reset(seed=seed)
     before, step, ended = flat_observation(env.observation_space, observation, f"{where}, step 0"), 0, False
@@ -42,6 +46,6 @@ def play_episode(env: gymnasium.Env, choose: Callable, seed: Optional[int], wher
         step += 1
         after = flat_observation(env.observation_space, observation, f"{where}, step {step}")
         if not math.isfinite(reward):
-            raise ValueError(f"{where}, step {step}: the reward is {reward}")
+            raise InvalidEnvironmentError(f"{where}, step {step}: the reward is {reward}")
         yield before, action, float(reward), terminated, after
         before, ended = after, terminated or truncated

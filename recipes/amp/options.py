@@ -114,6 +114,8 @@ def parse_config(
         environment = {name: environment_flag(variable) for name, variable in variables.items()}
         environment = {name: value for name, value in environment.items() if value is not None}
         merged = OmegaConf.merge(OmegaConf.structured(config), read)  # checks the file's names and types
+        if missing := OmegaConf.missing_keys(read) if path else ():
+            raise ValueError(f"--config {path}: {', '.join(sorted(missing))} must have a value instead of ???")
         chosen = config(**{**merged, **environment, **typed})
     except OSError as error:
         parser.error(f"--config {path}: {error.strerror}")

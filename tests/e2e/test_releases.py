@@ -11,8 +11,8 @@ from statistics import fmean
 import hydra
 import pytest
 from release_jobs import RELEASES, ROUTES, overrides, prepare_task, record, run_job
+from support import matrix
 
-from verl_precision.commands import matrix
 from verl_precision.patch.apply import apply
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.run.folder import TRACKER

@@ -23,6 +23,7 @@ from typing import Any, Optional
 from torch.utils.tensorboard import SummaryWriter
 
 from recipes.amp.checkpoint import read_checkpoint
+from recipes.amp.environment import InvalidEnvironmentError
 from recipes.amp.options import finite, new_folder, parse_config
 from recipes.amp.ppo.algorithm import PPO, PPOConfig
 from verl.utils.precision import LossScaleError, dtype_name
@@ -130,17 +131,21 @@ def main(words: Optional[Sequence[str]] = None) -> None:
         if not config.resume and any((out / name).exists() for name in (METRICS, CHECKPOINT)):
             raise ValueError(f"out={out} must be a folder without results: it contains a run, which --resume continues")
         ppo = PPO(config, sources)
-        precision, compute = ppo.precision(), dtype_name(ppo.trainer.precision.compute)
-        reason = precision["fallback"] or precision["amp_source"]
         if config.resume:
             before = resume(ppo, out / CHECKPOINT)
-            changed = "" if before == compute else f" in {compute}, previously in {before}"
-            print(f"resuming after step {ppo.steps}{changed}; the environments are reset")
         else:
             new_folder(out)
-        print(f"{compute} on {ppo.device.type}, AMP {'on' if precision['amp_enabled'] else 'off'} ({reason})")
+    except (ValueError, OSError) as error:
+        sys.exit(f"{PROGRAM}: {error}")
+    precision, compute = ppo.precision(), dtype_name(ppo.trainer.precision.compute)
+    if config.resume:
+        changed = "" if before == compute else f" in {compute}, previously in {before}"
+        print(f"resuming after step {ppo.steps}{changed}; the environments are reset")
+    reason = precision["fallback"] or precision["amp_source"]
+    print(f"{compute} on {ppo.device.type}, AMP {'on' if precision['amp_enabled'] else 'off'} ({reason})")
+    try:
         train(ppo, out)
-    except (ValueError, OSError, LossScaleError, FloatingPointError) as error:
+    except (ResumeError, InvalidEnvironmentError, LossScaleError, FloatingPointError) as error:
         sys.exit(f"{PROGRAM}: {error}")
     except KeyboardInterrupt:
         sys.exit(f"{PROGRAM}: interrupted; the same command with --resume continues from the last checkpoint")

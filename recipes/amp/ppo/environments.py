@@ -9,13 +9,9 @@ import torch
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from gymnasium.spaces.utils import flatdim
 
-from recipes.amp.environment import make_env
+from recipes.amp.environment import InvalidEnvironmentError, make_env
 
 NATIVE = ("CartPole-v0", "CartPole-v1")  # have vector environments, which are tested to equal single ones
-
-
-class InvalidEnvironmentError(ValueError):
-    """An environment that PPO cannot train in: its spaces, or what a step returned; the message is one line."""
 
 
 class EnvironmentState(NamedTuple):

@@ -80,7 +80,7 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
 
     Raises:
         Refused: no such Python, a symbolic link to an outdated environment, which others may be using, WHEELHOUSE
-            contains no wheels, or flash-attn could not be built.
+            contains no wheels or lacks some, or flash-attn could not be built.
         subprocess.CalledProcessError: another installation failed.
     """
     environment = ENVIRONMENTS[name]
@@ -101,7 +101,13 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
             print(advice, flush=True)
         subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
         (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
-        install(environment)
+        try:
+            install(environment)
+        except subprocess.CalledProcessError as error:  # uv has printed which wheel is missing
+            if not wheelhouse:
+                raise
+            named = f"WHEELHOUSE={wheelhouse} with Python {version}"
+            raise Refused(f"{named}: not all of {environment.folder} could be installed from it") from error
         stamp.touch()
     if environment.patched and patch:
         for line in apply(environment.path / "site-packages"):

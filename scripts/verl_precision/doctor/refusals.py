@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from verl_precision.doctor import dtype_rules
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver
+from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, UnexpectedPrecision
 from verl_precision.doctor.rollout_findings import BYPASS, MISMATCH_FREQ, mismatch_freq
 from verl_precision.doctor.trainer_findings import lora_ranks
 from verl_precision.doctor.tree import Tree
@@ -28,8 +28,10 @@ def refusal(job: DtypeResolver) -> str | None:
     """Return the line with which the driver or the first worker would refuse the configuration; None without one."""
     try:
         return next(errors(job), None)
-    except (ValueError, TypeError, RuntimeError) as error:
+    except (ValueError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
+    except UnexpectedPrecision as error:
+        return f"RuntimeError: {error}"
 
 
 def errors(job: DtypeResolver) -> Iterator[str]:
@@ -37,7 +39,7 @@ def errors(job: DtypeResolver) -> Iterator[str]:
 
     Raises:
         ValueError, TypeError: the error of a patched tree's module.
-        RuntimeError: that of a worker on the value of a dtype key.
+        UnexpectedPrecision: that of a worker on the value of a dtype key.
     """
     get, patched = job.get, job.tree.precision
     if patched and job.legacy:  # its driver checks before it makes dataclasses

@@ -48,16 +48,20 @@ UPSTREAM_SCALER = {
 }
 
 
+class UnexpectedPrecision(Exception):
+    """A value of a dtype key on which a worker ends in a RuntimeError; the message is verl's."""
+
+
 def dtype_name(value: Any) -> str:
     """Return the full name of a dtype as verl's ``PrecisionType.to_dtype`` takes it.
 
     Raises:
-        RuntimeError: it takes no such value; the message is verl's.
+        UnexpectedPrecision: it takes no such value.
     """
     for name, spellings in SPELLINGS.items():
         if value in spellings:
             return name
-    raise RuntimeError(f"unexpected precision: {value}")
+    raise UnexpectedPrecision(f"unexpected precision: {value}")
 
 
 def server_dtype(value: Any, model: str | None = None) -> str:

@@ -93,11 +93,12 @@ def query_cluster(
     check_address(job.cluster)
     environment = os.environ | job.environment(out)
     environment["PYTHONPATH"] = os.pathsep.join([*IMPORTS, environment["PYTHONPATH"]])
-    command = [sys.executable, "-m", "verl_precision.run.cluster_query", job.cluster, json.dumps(request)]
-    with tempfile.TemporaryFile("w+") as stderr:
-        with subprocess.Popen(
-            command, cwd=WORK, env=environment, stdout=subprocess.PIPE, stderr=stderr, text=True
-        ) as process:
+    command = [sys.executable, "-m", "verl_precision.run.cluster_query", job.cluster]
+    with tempfile.TemporaryFile("w+") as stderr, tempfile.TemporaryFile("w+") as stdin:
+        json.dump(request, stdin)  # not an argument, which all users of the machine see: runtime_env may have secrets
+        stdin.seek(0)
+        streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": stderr, "text": True}
+        with subprocess.Popen(command, cwd=WORK, env=environment, **streams) as process:
             try:
                 for line in process.stdout:
                     message = json.loads(line) if line.startswith("{") else {}

@@ -163,16 +163,16 @@ def answer(address: str, request: Mapping[str, Any], show: Callable[[str], None]
             time.sleep(REACH_S)  # Ray may list the node for a while yet
 
 
-def main(address: str, request: str) -> None:
+def main(address: str) -> None:
     def send(**message: Any) -> None:
         print(json.dumps(message), flush=True)
 
     try:
-        send(answer=answer(address, json.loads(request), lambda text: send(progress=text)))
+        send(answer=answer(address, json.load(sys.stdin), lambda text: send(progress=text)))
     except Refused as refusal:
         send(refused=str(refusal))
     signal.alarm(LEAVE_S)  # disconnecting at exit may hang if the head is gone
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1])

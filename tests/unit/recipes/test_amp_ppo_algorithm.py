@@ -9,9 +9,10 @@ import torch
 from amp_commands import DTYPES, SMALL, amp_settings, small_ppo
 from amp_trainer_cases import same_bits, snapshot
 
+from recipes.amp.environment import InvalidEnvironmentError
 from recipes.amp.ppo import environments
 from recipes.amp.ppo.algorithm import PPO, PPOConfig, RolloutBatch, generalized_advantages, masked_log_softmax, ppo_loss
-from recipes.amp.ppo.environments import Environments, InvalidEnvironmentError
+from recipes.amp.ppo.environments import Environments
 
 
 def test_loss_by_hand():

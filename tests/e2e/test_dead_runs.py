@@ -29,13 +29,12 @@ INFEASIBLE = "ray.get(ray.remote(num_gpus=64)(lambda: None).remote())"
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "why", "line"),
     [
-        pytest.param(
-            *(INFEASIBLE, "Ray lacks the resources that verl requests", "No available node types can fulfill"),
-            marks=pytest.mark.slow,  # Ray reports it two minutes later
-        ),
+        # Ray reports it two minutes later.
+        (INFEASIBLE, "Ray lacks the resources that verl requests", "No available node types can fulfill"),
         (KILLED, "vLLMHttpServer (pid ", "A worker died or was killed"),
     ],
     ids=["infeasible", "killed"],

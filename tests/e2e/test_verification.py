@@ -9,6 +9,7 @@ import pytest
 from verl_precision.paths import PROGRAM
 from verl_precision.verify.steps import STEPS
 
+pytestmark = pytest.mark.slow  # four minutes; tests/unit/verify tests the steps
 # Of bench.py's parts one: tests/unit/bench runs them all.
 QUICK = ("hardware", "doctor", "scaler", "engine", "layers", "sanity-fp16", "bench-amp")
 
@@ -19,7 +20,7 @@ def out(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("verify-gpu")
 
 
-@pytest.mark.parametrize("only", [QUICK, pytest.param((), marks=pytest.mark.slow, id="all")])
+@pytest.mark.parametrize("only", [pytest.param(QUICK, id="some"), pytest.param((), id="all")])
 def test_every_stage_passes_in_small(only, out):
     known = set(json.loads((out / "cpu.json").read_text())["steps"]) if (out / "cpu.json").exists() else set()
     words = ["--device=cpu", f"--only={' '.join(only)}", f"--out={out}", f"--work={out / 'work'}"]

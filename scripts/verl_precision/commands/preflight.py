@@ -91,8 +91,13 @@ def examine(options: ModelOptions) -> dict:
     }
 
 
+def parse(words: list[str]) -> ModelOptions:
+    """Return the options that the words request, or refuse them."""
+    return model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
+
+
 def main(words: list[str]) -> int:
-    options = model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
+    options = parse(words)
     if not prepare_sanity(options):
         return 1
     examine(options)

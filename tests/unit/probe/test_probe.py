@@ -158,7 +158,7 @@ def test_interrupted_probe_resumes(folder, tmp_path, probes):
         wait_until(lambda: first.exists() or process.poll() is not None, "the first variant")
         process.send_signal(signal.SIGINT)
         assert process.wait() == 130
-    assert "interrupted; repeat the command to resume" in (tmp_path / "screen").read_text()
+    assert "interrupted; repeat the command to continue" in (tmp_path / "screen").read_text()
     work = lambda: {each.name: (each.read_bytes(), each.stat().st_mtime_ns) for each in out.glob("work/*.jsonl")}
     before = work()
     assert len(before) < 6, "the probe must have been interrupted"

@@ -64,7 +64,7 @@ def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
 def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None, typed: bool = False) -> str:
     """Return the Python to run a target in, and set its environment up unless it is up to date.
 
-    The doctor runs in the Python of VERL, or in PYTHON; if that was ``typed``, as a word of make, in no other.
+    The doctor runs in the Python of VERL, or in PYTHON; if that was ``typed``, as a word of make, only there.
     """
     if name == "doctor":
         verl = Path(values["VERL"]) if "VERL" in values else None
@@ -145,8 +145,8 @@ def command_line(name: str, target: MakeTarget, values: Mapping[str, str]) -> li
     if "." in command:
         folders = [*map(str, MODULES), os.environ.get("PYTHONPATH")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        own = {"mutants": [values["ONLY"]] if values.get("ONLY") else [], "matrix": []}
-        return ["-m", command, *own.get(name, ["--out", f"data/{name}"])]
+        own = ["--out", f"data/{name}"] if command.startswith("recipes.") else filter(None, [values.get("ONLY")])
+        return ["-m", command, *own]
     if target.takes is None:
         cli.find_module(command).parse(words(values))
     options = arguments(name if name in PATCHING else command, values)

@@ -4,6 +4,7 @@ import pytest
 from processes import shared_memory
 from small_runs import ROLLOUT, small_batch, start_run
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 STEPS = 3
 # A dataset that blocks forever; verl loads it first. Other parts of verl may block likewise.
 DATASET = """
@@ -28,8 +29,6 @@ KILLED = """class vLLMHttpServer:
 INFEASIBLE = "ray.get(ray.remote(num_gpus=64)(lambda: None).remote())"
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "why", "line"),
     [
@@ -49,16 +48,12 @@ def test_run_that_waits_forever_is_ended_at_its_start(body, why, line, tmp_path)
     assert run.processes == []
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 def test_vllms_refusal_of_a_setting_is_shown(exclusive, tmp_path):
     overrides = [*small_batch(), f"+{ROLLOUT}.engine_kwargs.vllm.block_size=-1"]
     shown = start_run(tmp_path / "run", STEPS, overrides).finish(code=1)
     assert "failed after step 0 of 3" in shown and "block_size" in shown.split("train.log")[-1], shown
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 def test_run_whose_engine_is_killed_in_the_first_step_is_ended(exclusive, tmp_path):
     run = start_run(tmp_path / "run", STEPS, small_batch())
     run.wait_for(lambda: "starting the first step" in run.shown)

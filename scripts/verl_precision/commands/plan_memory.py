@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
 from verl_precision.bench.memory_report import table
@@ -34,6 +35,16 @@ VARIABLES = {
 EXPERIMENTS = ("dense_7b", "dense_32b", "moe_30b")
 
 
+class PlanRequest(NamedTuple):
+    """What a command line requests, and the values of its variables."""
+
+    values: dict[str, str]
+    jobs: list[Job]
+    memory: int  # bytes of one GPU
+    length: int | None  # tokens of a prompt and its answer
+    out: Path | None
+
+
 def chosen_options(values: dict[str, str], name: str, default: Sequence[str]) -> list[str]:
     """Return the words of a variable, each an option of its config group.
 
@@ -44,49 +55,38 @@ def chosen_options(values: dict[str, str], name: str, default: Sequence[str]) ->
     return [one_of({name: word}, name, options(name.lower()), "") for word in words]
 
 
-def parse(words: list[str]) -> dict[str, str]:
-    """Return the values of the words by name, after refusing those that are not allowed."""
+def parse(words: list[str]) -> PlanRequest:
+    """Return what the words request, after refusing those that are not allowed."""
     values = parse_words(words, VARIABLES)
-    sizes(values)
-    jobs(values)
-    if "OUT" in values:
-        check_room(Path(file_path(values, "OUT")))
-    return values
-
-
-def sizes(values: dict[str, str]) -> tuple[int, int | None]:
-    """Return the bytes of one GPU, and the tokens of a prompt and its answer."""
-    return whole_number(values, "MEMORY", 1, 80) * GIB, whole_number(values, "LENGTH", 1, None)
-
-
-def jobs(values: dict[str, str]) -> list[Job]:
-    """Return the jobs to plan."""
+    memory, length = whole_number(values, "MEMORY", 1, 80) * GIB, whole_number(values, "LENGTH", 1, None)
     device = one_of(values, "DEVICE", ["cuda", "cpu"], "cuda")
     common = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
     experiments = chosen_options(values, "EXPERIMENT", EXPERIMENTS)
-    found = []
+    jobs = []
     for experiment, precision in product(experiments, chosen_options(values, "PRECISION", ["fp16"])):
         # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its own device.
         choices = common | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
         job = parse_job([f"{name}={value}" for name, value in choices.items()])
-        found.append(replace(job, device=device, model=values.get("MODEL")))
-    return found
+        jobs.append(replace(job, device=device, model=values.get("MODEL")))
+    out = Path(file_path(values, "OUT")) if "OUT" in values else None
+    if out:
+        check_room(out)
+    return PlanRequest(values, jobs, memory, length, out)
 
 
-def plan_all(values: dict[str, str]) -> dict[str, MemoryPlan]:
+def plan_all(request: PlanRequest) -> dict[str, MemoryPlan]:
     """Return the plan of each job by its title.
 
     Raises:
         Refused: the configuration or the model cannot be planned.
     """
-    memory, length = sizes(values)
     plans = {}
-    for job in jobs(values):
+    for job in request.jobs:
         config = compose(job, Path("out"))
         check_supported(config)
         # For LoRA verl looks for vLLM, which needs the platform of a separate process.
         validate(job, config, here=not config.actor_rollout_ref.model.lora_rank)
-        plans[f"{job.experiment}, {job.objective}, {job.precision}"] = plan_job(config, memory, length)
+        plans[f"{job.experiment}, {job.objective}, {job.precision}"] = plan_job(config, request.memory, request.length)
     return plans
 
 
@@ -103,11 +103,10 @@ def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> No
 
 
 def main(words: list[str]) -> int:
-    values = parse(words)
-    plans = plan_all(values)
+    request = parse(words)
+    plans = plan_all(request)
     print("\n\n".join(table(title, plan) for title, plan in plans.items()))
-    if "OUT" in values:
-        out = Path(file_path(values, "OUT"))
-        write(plans, values, out)
-        print(f"\n  {out / 'plan-memory.md'}")
+    if request.out:
+        write(plans, request.values, request.out)
+        print(f"\n  {request.out / 'plan-memory.md'}")
     return 0

@@ -31,7 +31,6 @@ from verl_precision.commands import plan_memory
 from verl_precision.errors import Refused
 from verl_precision.facts.compose import compose_config
 from verl_precision.paths import REPO
-from verl_precision.words import parse_words
 
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 RECORDED = json.loads(MEASURED.read_text())
@@ -204,7 +203,7 @@ def test_plans_are_printed_and_written(tmp_path, capsys):
 
 
 def plan_one(*words: str):
-    (plan,) = plan_memory.plan_all(parse_words(words, plan_memory.VARIABLES)).values()
+    (plan,) = plan_memory.plan_all(plan_memory.parse(words)).values()
     return plan
 
 

@@ -96,7 +96,6 @@ def test_summary_reports_the_run_which_is_not_repeated(whole):
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 def test_resumed_step_is_bit_exact(whole, tmp_path):
     """Model, Adam, head, its Adam, loss scale, RNG and data of the last step, resumed after the one before."""
     before, last = f"global_step_{FLOWRL_STEPS - 1}", f"global_step_{FLOWRL_STEPS}"

@@ -25,6 +25,8 @@ from verl_precision.paths import PROGRAM
 from verl_precision.run.log import reports
 from verl_precision.run.summary import agreed, by_role
 
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # seven minutes; test_flowrl.py resumes a run in `make test`
+
 STEPS, EPOCH, MEASURED = 9, 3, 4
 WORDS = "ALGO=ppo"
 DETERMINISM = [
@@ -144,7 +146,6 @@ def parts(folder, whole) -> tuple[Run, dict]:
     return run, diagnosis
 
 
-@pytest.mark.e2e
 def test_resumed_run_equals_one_go_bit_for_bit(whole, parts):
     parts, _ = parts
     left = {path.parents[1].name for path in parts.checkpoints.glob("*/*/model_world_size_*.pt")}
@@ -169,7 +170,6 @@ def test_resumed_run_equals_one_go_bit_for_bit(whole, parts):
     assert one[STEPS]["actor/loss_scale"] == 2.0**120, "the scale never grew"
 
 
-@pytest.mark.e2e
 def test_doctor_reports_the_dtypes_of_the_running_job(parts):
     _, diagnosis = parts
     assert diagnosis["verdict"] == "agree" and diagnosis["findings"] == [], diagnosis
@@ -183,7 +183,6 @@ def test_doctor_reports_the_dtypes_of_the_running_job(parts):
     assert scaler["backoff_factor"] == 2.0**-30 and scaler["scale"] == 2.0**10
 
 
-@pytest.mark.e2e
 def test_workers_report_the_dtypes_of_both_roles(whole):
     roles = by_role(reports((whole.out / "train.log").read_text().splitlines()))
     for role in ("actor", "critic"):
@@ -206,7 +205,6 @@ def check_storm(run: Run, skips: int, scale: float, step: int) -> None:
     assert row["data"]["actor/skipped_steps"] == skips - 1 and "actor/grad_norm" not in row["data"]
 
 
-@pytest.mark.e2e
 def test_storm_leaves_a_checkpoint_of_the_unfinished_step(whole):
     check_storm(whole, skips=3, scale=2.0**60, step=STEPS + 1)
     saved = {int(folder.name.rpartition("_")[2]) for folder in whole.checkpoints.glob("global_step_*")}
@@ -216,8 +214,6 @@ def test_storm_leaves_a_checkpoint_of_the_unfinished_step(whole):
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
 def test_other_trainer_resumes_from_the_storms_checkpoint(whole, tmp_path):
     """The steps up to its own storm are not to be saved, but the unfinished one is."""
     checkpoints, scale, last = tmp_path / "checkpoints", 1e29, STEPS + 2

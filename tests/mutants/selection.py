@@ -2,6 +2,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +22,17 @@ def importers(root: Path) -> dict[Path, set[Path]]:
             for name in (module, *(f"{module}.{each}" for each in re.findall(r"\w+", names))):
                 for base in (root, root / "scripts", root / "tests"):
                     found[base / f"{name.replace('.', '/')}.py"].add(file)
+    return found
+
+
+def with_helpers(tests: Iterable[Path], root: Path) -> set[Path]:
+    """Return the test files, the other files of their folders, tests/conftest.py and the helpers that these import."""
+    found = {*tests, root / "tests/conftest.py"}
+    cases = (each for test in tests for each in test.parent.glob("*.py"))
+    found |= {each for each in cases if not each.name.startswith("test_")}
+    helpers = {file: by for file, by in importers(root).items() if file.is_relative_to(root / "tests")}
+    while reached := {file for file, by in helpers.items() if by & found and file.is_file()} - found:
+        found |= reached
     return found
 
 

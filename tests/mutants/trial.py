@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 
-from mutants.selection import select_tests
+from mutants.selection import select_tests, with_helpers
 from mutants.table import Mutant
 from mutants.workspace import Workspace
 from verl_precision.errors import Refused
@@ -29,15 +29,10 @@ class Outcome:
 
 
 def key(mutant: Mutant, file: Path, tests: Sequence[str]) -> str:
-    """Return the hash of a mutant, its file, the files of its tests and their helpers: what its outcome depends on.
-
-    Helpers are the other files of the tests' folders, tests/conftest.py and tests/support.
-    """
-    paths = {REPO / test.partition("::")[0] for test in tests}
-    shared = {each for path in paths for each in path.parent.glob("*.py") if not each.name.startswith("test_")}
-    shared |= {*REPO.glob("tests/conftest.py"), *REPO.glob("tests/support/*.py")}
+    """Return the hash of a mutant, its file, its tests and their helpers: what its outcome depends on."""
     digest = hashlib.sha256(json.dumps(asdict(mutant), sort_keys=True).encode())
-    for path in [file, *sorted(paths), *sorted(shared)]:
+    paths = {REPO / test.partition("::")[0] for test in tests}
+    for path in [file, *sorted(with_helpers(paths, REPO))]:
         for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
             digest.update(each.read_bytes())
     return digest.hexdigest()[:16]

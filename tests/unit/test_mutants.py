@@ -116,13 +116,23 @@ def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypat
         try_mutants([replace(DEADLY, by="only")], 1, lambda *_: None, kept)
 
     monkeypatch.setattr(trial, "REPO", tmp_path)
-    files = ("file.py", "test_a.py", "cases.py", "folder/test_b.py", "tests/conftest.py", "tests/support/trees.py")
-    write_files(tmp_path, dict.fromkeys(files, ""))
-    keys = {trial.key(HARMLESS, tmp_path / "file.py", ["test_a.py::test_it", "folder"])}
-    for name in files:
+    folder = "tests/unit"
+    files = {
+        "file.py": "",
+        f"{folder}/test_a.py": "from support import trees\n",
+        f"{folder}/cases.py": "",
+        "tests/folder/test_b.py": "",
+        "tests/conftest.py": "",
+        "tests/support/trees.py": "from support.waiting import wait\n",
+        "tests/support/waiting.py": "",
+    }
+    write_files(tmp_path, files | {"tests/support/unused.py": ""})
+    tests = [f"{folder}/test_a.py::test_it", "tests/folder"]
+    keys = [trial.key(HARMLESS, tmp_path / "file.py", tests)]
+    for name in ("tests/support/unused.py", *files):
         (tmp_path / name).write_text("A = 1\n")
-        keys.add(trial.key(HARMLESS, tmp_path / "file.py", ["test_a.py::test_it", "folder"]))
-    assert len(keys) == 1 + len(files)
+        keys.append(trial.key(HARMLESS, tmp_path / "file.py", tests))
+    assert keys[0] == keys[1] and len(set(keys)) == 1 + len(files)
 
 
 def test_command_fails_on_a_survivor_that_is_not_equivalent(monkeypatch, tmp_path, capsys):

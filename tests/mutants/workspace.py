@@ -20,7 +20,7 @@ NO_FAILURE, FAILURES = 0, (1, 2, 4)
 LIMIT_S = 1800
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
 SUITE, OF_FIXES = "tests/conformance/verl/", "empty_adapter"  # the case that runs on a tree with both series
-MARKERS = "not slow and not gpu and not e2e"
+MARKERS = "not gpu and not e2e"
 # Fails on every mutant of this repository, whose text it does not find any more.
 OF_THE_TABLES = "tests/unit/test_mutants.py::test_every_mutant_changes_the_program"
 
@@ -81,10 +81,13 @@ class Workspace:
     def first_failure(self, tests: Sequence[str], mutant: Mutant) -> str:
         """Run tests, on the mutant's patched release if its file is in one, until one fails. Return its id, or "".
 
+        Slow tests run only for a mutant that names its tests.
+
         Raises:
             Refused: the tests did not run, e.g. because a test does not exist, or did not end.
         """
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", MARKERS]
+        markers = MARKERS if mutant.tests else f"{MARKERS} and not slow"
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", markers]
         command.append(f"--deselect={OF_THE_TABLES}")
         if (tree := self.tree(mutant)) != self.root:
             command.append(f"--{mutant.file.partition('/')[0]}-tree={tree}")

@@ -21,7 +21,7 @@ WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(
 COMMANDS := run apply-patches unapply-patches status check port carry drift doctor probe preflight recommend plan-memory compare \
 	report collapse sanity setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
 .PHONY: $(COMMANDS) python browser test help test-all test-quick test-releases test-oat e2e-releases lint lock clean
-$(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS) $(if $(word 2,$(MAKECMDGOALS)),--shared)
+$(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS)
 
 python:; @$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
 

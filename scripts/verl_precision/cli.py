@@ -1,101 +1,90 @@
-"""The command line: ``verl-precision COMMAND [OPTION ...]``."""
+"""The command line: ``verl-precision COMMAND [OPTION ...]``.
+
+A module of ``verl_precision.commands`` runs each command. Its docstring is the description that ``--help`` prints. If
+it has VARIABLES, these are its options: its ``parse`` takes a ``NAME=VALUE`` word for each that is set.
+"""
 
 import difflib
 import importlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from types import ModuleType
 
 from verl_precision import __version__
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import check_packages
-from verl_precision.parser import Parser
 from verl_precision.paths import INSTALLED
-from verl_precision.spelling import PATCHING, add_options, spelled, values_of
+from verl_precision.spelling import PATCHING, spelled
+from verl_precision.words import Parser, option, options
 
-
-@dataclass(frozen=True)
-class Command:
-    """A command, which a module of ``verl_precision.commands`` runs.
-
-    The module's docstring is the description that ``--help`` prints. Its ``main`` takes the command's arguments, or
-    with ``variables`` a ``NAME=VALUE`` word for each of its VARIABLES that was set by an option.
-    """
-
-    summary: str
-    module: str = ""  # if its name is not the command's
-    variables: bool = False  # whether the options are the module's VARIABLES
-    flags: Mapping[str, str] = field(default_factory=dict)  # further options of such a command, without a value
-    needs: tuple[str, ...] = ()  # packages of other projects, by the names under which they are imported
-
-
-def patching(summary: str) -> Command:
-    return Command(summary, "patches")
-
-
-def setting(summary: str, needs: tuple[str, ...] = (), module: str = "", **flags: str) -> Command:
-    named = {f"--{name.replace('_', '-')}": text for name, text in flags.items()}
-    return Command(summary, module, True, named, needs)
-
-
+COMMANDS = {
+    "Patch verl or OAT": {
+        "apply": "apply the patches to a tree",
+        "unapply": "remove the patches and restore every file exactly",
+        "status": "report which release a tree contains, and whether it is patched",
+        "drift": "list the patched files that differ from the closest release",
+        "port": "port the patches to another release",
+        "list": "list the releases that have patches, and their patches",
+    },
+    "Choose a regime": {
+        "doctor": "report the dtype of each hop of a job, before it starts or while it runs",
+        "preflight": "predict the effect of fp16 on a model",
+        "probe": "measure the mismatch of a model in every regime, before training",
+        "recommend": "preflight and probe, then one answer",
+        "plan-memory": "plan the GPU memory of a job, without a GPU",
+    },
+    "Train and compare": {
+        "run": "train with verl in a regime",
+        "submit": "train on a running Ray cluster",
+        "compare": "train and compare regimes, or compare existing runs",
+        "report": "rebuild a report from the runs in its folder",
+        "collapse": "train a model that bf16 destroys and fp16 trains",
+    },
+}
+DEVELOPMENT = {
+    "Develop, in a checkout of the project": {
+        "check": "check that the patches of a release, or of all, apply and reverse exactly",
+        "checkout": "make a folder a git tree with the patches of a release as commits",
+        "export": "write the commits of such a tree back into the project",
+        "carry": "carry a changed patch to the other releases",
+        "pr-branch": "split the patches into branches for upstream, and check them",
+        "verify-gpu": "test fp16 on this machine's GPU and measure it",
+        "bench": "measure the cost of a precision",
+        "bench-amp": "compare fp16, bf16 and fp32 outside verl",
+        "setup": "set up the environments of this checkout",
+        "wheelhouse": "pack the wheels of an environment for machines without a network",
+        "lock": "resolve requirements/*.in into *.lock again",
+    },
+}
+HEADINGS = COMMANDS if INSTALLED else COMMANDS | DEVELOPMENT
+SUMMARIES = {name: summary for commands in HEADINGS.values() for name, summary in commands.items()}
+PATCHES = (*COMMANDS["Patch verl or OAT"], "check", "checkout", "export", "carry")
+MODULES = {"setup": "setup_env", **dict.fromkeys(PATCHES, "patches")}  # those that are not named after their command
+# Packages of other projects that a command needs, by the names under which they are imported.
 MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib", "tqdm")
 PROBE = (*MODEL, "omegaconf", "numpy")
 CONFIG = ("verl", "hydra", "omegaconf", "torch", "ray", "tensordict", "transformers")  # what verl itself imports
 JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
-
-COMMANDS = {
-    "Patch verl or OAT": {
-        "apply": patching("apply the patches to a tree"),
-        "unapply": patching("remove the patches and restore every file exactly"),
-        "status": patching("report which release a tree contains, and whether it is patched"),
-        "drift": patching("list the patched files that differ from the closest release"),
-        "port": patching("port the patches to another release"),
-        "list": patching("list the releases that have patches, and their patches"),
-    },
-    "Choose a regime": {
-        "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
-        "preflight": setting("predict the effect of fp16 on a model", MODEL),
-        "probe": setting("measure the mismatch of a model in every regime, before training", PROBE),
-        "recommend": setting("preflight and probe, then one answer", PROBE),
-        "plan-memory": setting("plan the GPU memory of a job, without a GPU", CONFIG, "plan_memory"),
-    },
-    "Train and compare": {
-        "run": setting(
-            "train with verl in a regime",
-            (*JOB, "matplotlib"),
-            check="check the run, and start and write nothing",
-            check_each='the same for each object of a JSON list on stdin, such as {"STEPS": "8"}',
-        ),
-        "submit": setting("train on a running Ray cluster", JOB, dry_run="print what would be submitted"),
-        "compare": setting("train and compare regimes, or compare existing runs", REPORT),
-        "report": setting("rebuild a report from the runs in its folder", REPORT),
-        "collapse": setting("train a model that bf16 destroys and fp16 trains", (*JOB, *REPORT)),
-    },
+NEEDS = {
+    **{"preflight": MODEL, "probe": PROBE, "recommend": PROBE, "plan-memory": CONFIG, "run": (*JOB, "matplotlib")},
+    **{"submit": JOB, "compare": REPORT, "report": REPORT, "collapse": (*JOB, *REPORT)},
+    **{"verify-gpu": ("torch",), "bench-amp": ("torch", "matplotlib")},
 }
-DEVELOPMENT = {
-    "Develop, in a checkout of the project": {
-        "check": patching("check that the patches of a release, or of all, apply and reverse exactly"),
-        "checkout": patching("make a folder a git tree with the patches of a release as commits"),
-        "export": patching("write the commits of such a tree back into the project"),
-        "carry": patching("carry a changed patch to the other releases"),
-        "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
-        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu"),
-        "bench": Command("measure the cost of a precision"),
-        "bench-amp": Command("compare fp16, bf16 and fp32 outside verl", "bench_amp", needs=("torch", "matplotlib")),
-        "setup": Command("set up the environments of this checkout", "setup_env"),
-        "wheelhouse": setting("pack the wheels of an environment for machines without a network"),
-        "lock": Command("resolve requirements/*.in into *.lock again"),
+# Options without a value of the commands that have VARIABLES: their names in ``main``, and help.
+FLAGS = {
+    "run": {
+        "check": "check the run, and start and write nothing",
+        "check_each": 'the same for each object of a JSON list on stdin, such as {"STEPS": "8"}',
     },
+    "submit": {"dry_run": "print what would be submitted"},
 }
-HEADINGS = COMMANDS if INSTALLED else COMMANDS | DEVELOPMENT
-BY_NAME = {name: command for commands in HEADINGS.values() for name, command in commands.items()}
 
 
 def overview() -> str:
@@ -103,7 +92,7 @@ def overview() -> str:
     lines = ["usage: verl-precision COMMAND [OPTION ...]", ""]
     lines += ["Make verl train and roll out in the same 16 bits, on the release that you already run.", ""]
     for heading, commands in HEADINGS.items():
-        lines += [f"{heading}:", *(f"  {name:<12} {command.summary}" for name, command in commands.items()), ""]
+        lines += [f"{heading}:", *(f"  {name:<12} {summary}" for name, summary in commands.items()), ""]
     lines += ["verl-precision COMMAND --help describes a command; verl-precision --version lists the stacks."]
     return "\n".join(lines)
 
@@ -122,21 +111,44 @@ def version() -> str:
 
 
 def find_module(name: str) -> ModuleType:
-    """Return the module that runs a command."""
-    return importlib.import_module(f"verl_precision.commands.{BY_NAME[name].module or name}")
+    """Return the module that runs a command.
+
+    Raises:
+        Refused: it imports packages that this Python lacks.
+    """
+    try:
+        return importlib.import_module(f"verl_precision.commands.{MODULES.get(name, name.replace('-', '_'))}")
+    except ModuleNotFoundError:
+        check_packages(NEEDS.get(name, ()))
+        raise
 
 
 def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Parse the options of a command that has variables. Return these and the flags that are set."""
-    command, module = BY_NAME[name], find_module(name)
-    parser = Parser(f"verl-precision {name}", spelled(module.__doc__ or "", module.VARIABLES))
-    add_options(parser, module.VARIABLES)
-    for flag, text in command.flags.items():
-        parser.add_argument(flag, action="store_true", help=text)
-    takes_overrides = "ARGS" in module.VARIABLES
-    parsed = parser.parse_overrides(words) if takes_overrides else parser.parse_intermixed_args(words)
-    flags = [flag for flag in command.flags if getattr(parsed, flag.strip("-").replace("-", "_"))]
-    return values_of(parsed, module.VARIABLES), flags
+    """Parse the options of a command that has VARIABLES. Return these and the flags that are set.
+
+    Hydra overrides of verl, the variable ARGS, may also be given as words.
+    """
+    module, flags = find_module(name), FLAGS.get(name, {})
+    variables = module.VARIABLES
+    parser = Parser(f"verl-precision {name}", spelled(module.__doc__, variables))
+    groups = {group: ", ".join(options(group)) for group in ("experiment", "precision", "algo", "recipe")}
+    for each, text in variables.items():
+        parser.add_argument(option(each), dest=each, metavar=each, help=spelled(text.format(**groups), variables))
+    for flag, text in flags.items():
+        parser.add_argument(option(flag), action="store_true", help=text)
+    if "ARGS" in variables:
+        what = "a further Hydra override of verl, such as trainer.save_freq=5; after -- if it looks like an option"
+        parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help=what)
+        parsed = parser.parse_overrides(words)
+        for word in parsed.overrides:
+            each, _, value = word.partition("=")
+            if each in variables:
+                raise Refused(f"'{word}' is a variable of make; write {option(each)} {value}")
+        parsed.ARGS = " ".join(filter(None, [parsed.ARGS, shlex.join(parsed.overrides)]))
+    else:
+        parsed = parser.parse_args(words)
+    values = {each: value for each in variables if (value := getattr(parsed, each))}
+    return values, [option(flag) for flag in flags if getattr(parsed, flag)]
 
 
 def main(words: list[str] | None = None) -> int:
@@ -150,23 +162,20 @@ def main(words: list[str] | None = None) -> int:
         if name == "--version":
             print(version())
             return 0
-        if name not in BY_NAME:
-            names = difflib.get_close_matches(name, (*BY_NAME, "--version"), n=1, cutoff=0.7)
-            near = [f"did you mean {each}? " for each in [*filter(None, [PATCHING.get(name)]), *names][:1]]
-            raise Refused(f"{name}: is not a command; {''.join(near)}--help lists them")
-        command = BY_NAME[name]
-        if not command.variables:  # it is imported with its packages
-            check_packages(command.needs)
+        if name not in SUMMARIES:
+            near = [PATCHING.get(name), *difflib.get_close_matches(name, (*SUMMARIES, "--version"), n=1, cutoff=0.7)]
+            hints = [f"did you mean {each}? " for each in near if each]
+            raise Refused(f"{name}: is not a command; {''.join(hints[:1])}--help lists them")
         module = find_module(name)
-    variables = module.VARIABLES if command.variables else ("ARGS",)
-    with handled_errors(f"verl-precision {name}", variables):
-        if command.variables:
-            values, flags = parse(name, rest)
-            settings = [f"{each}={value}" for each, value in values.items()]
-            module.parse(settings)
-            check_packages(command.needs)
-            return module.main([*flags, *settings])
-        return module.main([name, *rest] if command.module == "patches" else rest)
+        variables = getattr(module, "VARIABLES", ())
+    with handled_errors(f"verl-precision {name}", variables or ("ARGS",)):
+        if not variables:
+            return module.main([name, *rest] if name in PATCHES else rest)
+        values, flags = parse(name, rest)
+        settings = [f"{each}={value}" for each, value in values.items()]
+        module.parse(settings)
+        check_packages(NEEDS.get(name, ()))
+        return module.main([*flags, *settings])
 
 
 @contextmanager
@@ -190,7 +199,8 @@ def handled_errors(command: str, variables: Iterable[str] = ()) -> Iterator[None
     except Refused as refusal:
         sys.exit(f"{command}: {spelled(str(refusal), variables)}")
     except OSError as error:
-        sys.exit(f"{command}: {system_error(error)}")
+        paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
+        sys.exit(": ".join(str(part) for part in (command, paths, error.strerror or error) if part))
     except subprocess.CalledProcessError as error:
         sys.exit(f"{command}: exit code {error.returncode}: {' '.join(map(str, error.cmd))}")
     except KeyboardInterrupt:
@@ -200,9 +210,3 @@ def handled_errors(command: str, variables: Iterable[str] = ()) -> Iterator[None
         traceback.print_exc()
         cause = " ".join(traceback.format_exception_only(error)[-1].split())
         sys.exit(f"{command}: {cause}; this is a defect: open an issue with these lines")
-
-
-def system_error(error: OSError) -> str:
-    """Return the paths of an error of the system, and what is wrong with them."""
-    paths = " -> ".join(str(path) for path in (error.filename, error.filename2) if path)
-    return ": ".join(str(part) for part in (paths, error.strerror or error) if part)

@@ -11,7 +11,7 @@ take a fixed few.
 import ast
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -20,34 +20,20 @@ from verl_precision.commands import setup_env
 from verl_precision.doctor.interpreter import find_interpreter
 from verl_precision.errors import Refused
 from verl_precision.paths import PACKAGE, PROGRAM, REPO, SCRIPTS
-from verl_precision.spelling import MADE, PATCHING, TARGETS, MakeTarget, arguments
+from verl_precision.spelling import MADE, PATCHING, TARGETS, arguments
 from verl_precision.words import alternatives, gpu_present, one_of, parse_words
 
-SHARED = "--shared"  # the words are those of several targets
 SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every target takes them for its set-up
 MODULES = (REPO, SCRIPTS, REPO / "tests")  # where the modules are that a target may start
 
 
-def words(values: Mapping[str, str]) -> list[str]:
-    """Return the variables as ``NAME=VALUE`` words."""
-    return [f"{name}={value}" for name, value in values.items()]
+def variables(name: str) -> Iterable[str]:
+    """Return the names of a target's own variables."""
+    command, takes, _ = TARGETS[name]
+    return cli.find_module(command or name).VARIABLES if takes is None else takes
 
 
-def own_values(name: str, target: MakeTarget, typed: Mapping[str, str], shared: bool) -> dict[str, str]:
-    """Return the variables of a target: those of the command line, and of the environment where it takes these.
-
-    A name that the target does not take is refused, unless the words are ``shared`` by several targets.
-    """
-    if target.takes is None:  # its command checks the names
-        inherited = cli.find_module(name).VARIABLES if name in ("run", "submit") else ()
-    else:
-        inherited = {*target.takes} - {"FORCE"}  # which is typed each time
-        typed = {each: value for each, value in typed.items() if each in (*target.takes, "DEVICE") or not shared}
-        parse_words(words(typed), (*target.takes, "DEVICE"))
-    return {each: os.environ[each] for each in inherited if each in os.environ} | dict(typed)
-
-
-def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
+def chosen_device(name: str, values: dict[str, str]) -> str:
     """Return the device whose environment the target runs in, and leave DEVICE in ``values`` only for its command."""
     default = "cuda" if gpu_present() and name != "mutants" else "cpu"
     if name == "plan-memory":  # its DEVICE is the planned one
@@ -55,8 +41,7 @@ def chosen_device(name: str, target: MakeTarget, values: dict[str, str]) -> str:
     given = {each: os.environ[each] for each in ["DEVICE"] if os.environ.get(each)} | values
     device = one_of(given, "DEVICE", ["cpu", "cuda"], default)
     values.pop("DEVICE", None)
-    takes = cli.find_module(target.command or name).VARIABLES if target.takes is None else ()
-    if "DEVICE" in given and "DEVICE" in takes:
+    if "DEVICE" in given and "DEVICE" in variables(name):
         values["DEVICE"] = device
     return device
 
@@ -66,12 +51,15 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
 
     The doctor runs in the Python of VERL, or in PYTHON; if that was ``typed``, as a word of make, only there.
     """
+    environment = setup_env.ENVIRONMENTS[device]
+    if not TARGETS[name].environment:  # the tree is by default that of the environment, if there is one
+        own = name in PATCHING and not {"VERL", "OAT"} & values.keys() and environment.python.exists()
+        return str(environment.python) if own else sys.executable
     if name == "doctor":
         verl = Path(values["VERL"]) if "VERL" in values else None
         if verl and not verl.is_dir():
             raise Refused(f"VERL={verl} is not a folder; give a checkout of verl, an unpacked release or site-packages")
         instead = "leave PYTHON out" if typed else ""
-        environment = setup_env.ENVIRONMENTS[device]
         if verl and not typed and not environment.ready:
             instead = f"set {environment.folder} up ({environment.cost}): make setup"
         if found := find_interpreter(verl, python, instead):
@@ -84,75 +72,62 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
     return str(setup_env.setup(device, python))
 
 
-def installed(name: str, device: str) -> str:
-    """Return the site-packages folder of this checkout's environment, on which a target acts without VERL."""
-    folder = setup_env.ENVIRONMENTS[device].path / "site-packages"
-    if not folder.is_dir():
-        example = f"make {name} VERL=/path/to/verl"
-        raise Refused(f"VERL: is not set, and this checkout has no {folder.parent.name}; example: {example}")
-    print(f"VERL is not set: taking {folder}", flush=True)
-    return str(folder)
-
-
-def show_help(name: str, target: MakeTarget) -> NoReturn:
+def show_help(name: str) -> NoReturn:
     """Print the help of a target and of the command that it starts, or what the module is for that it starts."""
-    takes = ["NAME=VALUE …"] if target.takes is None else [f"{each}=…" for each in target.takes]
-    print("usage: make", name, *takes)
-    if target.takes is None:
+    command, takes, _ = TARGETS[name]
+    print("usage: make", name, *(["NAME=VALUE …"] if takes is None else [f"{each}=…" for each in takes]))
+    if takes is None:
         print("  NAME=VALUE stands for --name VALUE")
     elif takes:  # the command takes some as arguments, and a flag for yes
         print("  a variable stands for the option or argument of its name, VERL and OAT for TREE, FROM for RELEASE,")
         print("  ARGS for the words of the command line")
-    command = target.command or name
-    if name == "bench-amp":  # its --help needs torch
-        command = "verl_precision.commands.bench_amp"
-    if "." not in command:
-        print(flush=True)
-        os.execv(sys.executable, [*PROGRAM, command, "--help"])
-    files = [folder / f"{command.replace('.', '/')}.py" for folder in MODULES]
-    print(*("\n" + ast.get_docstring(ast.parse(file.read_text())) for file in files if file.exists()))
+    print(flush=True)
+    module = "verl_precision.commands.bench_amp" if name == "bench-amp" else command  # its --help needs torch
+    if "." not in module:
+        os.execv(sys.executable, [*PROGRAM, command or name, "--help"])
+    path = module.removeprefix("-m ").split()[0].replace(".", "/")
+    (file,) = (folder / f"{path}.py" for folder in MODULES if (folder / f"{path}.py").exists())
+    print(ast.get_docstring(ast.parse(file.read_text())))
     sys.exit(0)
+
+
+def command_line(name: str, values: Mapping[str, str]) -> list[str]:
+    """Return the arguments of Python that start what a target stands for, if its command accepts the values."""
+    command, takes, _ = TARGETS[name]
+    words = arguments(name, values)
+    if words[0] == "-m":
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, MODULES), os.environ.get("PYTHONPATH")]))
+        return words
+    if takes is None:
+        cli.find_module(command or name).parse([f"{each}={value}" for each, value in values.items()])
+    elif name in ("doctor", "bench", "pr-branch"):
+        cli.find_module(name).parse(words[1:])
+    return [str(PACKAGE), *words]
 
 
 def start(name: str, typed: list[str]) -> None:
     """Parse the words, set the environment up, and replace this process by the command."""
-    target = TARGETS[name]
     if not {"--help", "-h"}.isdisjoint(typed):
-        show_help(name, target)
-    values = dict(word.partition("=")[::2] for word in typed if word != SHARED)
+        show_help(name)
+    values = dict(word.partition("=")[::2] for word in typed)
     typed_python = bool(values.get("PYTHON"))
     python = values.pop("PYTHON", os.environ.get("PYTHON"))
     sources = {each: values.pop(each) for each in SOURCES if each in values}
-    one_of({each: value for each, value in sources.items() if value}, "FLASH_ATTN", ["yes", "no"], "yes")
-    values = own_values(name, target, values, SHARED in typed)
-    device = chosen_device(name, target, values)
-    if name in (*PATCHING, "pr-branch") and not {"VERL", "OAT"} & set(values):
-        values["VERL"] = installed(name, device)
+    command, takes, _ = TARGETS[name]
+    parse_words([f"{each}={value}" for each, value in values.items()], dict.fromkeys([*variables(name), "DEVICE"]))
+    if takes is not None or name in ("run", "submit"):  # but FORCE is typed each time
+        inherited = {each: os.environ[each] for each in variables(name) if each != "FORCE" and each in os.environ}
+        values = inherited | values
+    device = chosen_device(name, values)
     if name == "sanity":
         lines = (REPO / "configs/compare/sanity.words").read_text().splitlines()
         values = dict(line.partition("=")[::2] for line in lines if line and not line.startswith("#")) | values
-    program = command_line(name, target, values)
+    program = command_line(name, values)
     os.environ.update(sources)
-    python = interpreter(name, values, device, python, typed_python) if target.environment else sys.executable
+    python = interpreter(name, values, device, python, typed_python)
     if name != "setup":
         os.environ[MADE] = name
         os.execv(python, [python, *program])
-
-
-def command_line(name: str, target: MakeTarget, values: Mapping[str, str]) -> list[str]:
-    """Return the arguments of Python that start what a target stands for, if its command accepts the values."""
-    command = target.command or name
-    if "." in command:
-        folders = [*map(str, MODULES), os.environ.get("PYTHONPATH")]
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        own = ["--out", f"data/{name}"] if command.startswith("recipes.") else filter(None, [values.get("ONLY")])
-        return ["-m", command, *own]
-    if target.takes is None:
-        cli.find_module(command).parse(words(values))
-    options = arguments(name if name in PATCHING else command, values)
-    if name in ("doctor", "bench", "pr-branch"):
-        cli.find_module(name).parse(options[1:])
-    return [str(PACKAGE), *options]
 
 
 def main(arguments: list[str]) -> int:

@@ -1,9 +1,10 @@
-"""Parse the ``NAME=VALUE`` words of a command.
+"""Parse the words of a command: options of the command line, and ``NAME=VALUE``, which stands for ``--name VALUE``.
 
 Needs only the standard library of Python 3.10: ``make`` refuses bad words before it installs anything. Each function
 that returns the value of a variable raises ``Refused``, whose message begins with ``NAME=VALUE``, if it is not allowed.
 """
 
+import argparse
 import difflib
 import math
 import os
@@ -13,12 +14,49 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import NoReturn
 
 from verl_precision.errors import Refused
 from verl_precision.paths import CONFIGS
 
 OVERRIDE = re.compile(r"~[^=\s]+|\+{0,2}[^=\s~+-][^=\s]*=")  # the beginning of a Hydra override
-GROUPS = ("experiment", "precision", "algo", "recipe")  # of configs/ whose options stand in a usage text
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are refusals, which takes no abbreviated option and keeps its description's lines."""
+
+    def __init__(self, prog: str, description: str | None) -> None:
+        formatter = lambda prog: argparse.RawDescriptionHelpFormatter(prog, max_help_position=28)
+        super().__init__(prog, description=description, formatter_class=formatter, allow_abbrev=False)
+
+    def parse_overrides(self, words: list[str]) -> argparse.Namespace:
+        """Parse the words of a command that takes ``overrides``; every word after ``--`` is one."""
+        place = words.index("--") if "--" in words else len(words)
+        parsed = self.parse_intermixed_args(words[:place])
+        parsed.overrides += words[place + 1 :]
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        kind, _, words = message.partition(": ")
+        if kind != "unrecognized arguments":
+            raise Refused(f"{message}; --help lists the options")
+        word = words.split()[0]
+        near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions.keys() - {"--help"}, n=1)
+        what = "option" if word.startswith("-") else "argument"
+        hint = f"did you mean {near[0]}? " if near and what == "option" else ""
+        raise Refused(f"'{word}' is not an {what} of this command; {hint}--help lists them")
+
+
+def folder(text: str) -> Path:
+    """Return a path, and refuse an empty text, which an unset variable gives."""
+    if not text:
+        raise argparse.ArgumentTypeError("is empty; give a folder")
+    return Path(text)
+
+
+def option(name: str) -> str:
+    """Return the option that sets a variable: ``--python-version`` of PYTHON_VERSION."""
+    return f"--{name.lower().replace('_', '-')}"
 
 
 def options(group: str) -> list[str]:

@@ -14,8 +14,8 @@ from mutants.document import document, survived, verdict
 from mutants.table import Mutant, choose, load
 from mutants.trial import Outcome, try_mutants
 from verl_precision.cli import handled_errors
-from verl_precision.parser import Parser
 from verl_precision.paths import REPO
+from verl_precision.words import Parser
 
 DOCUMENT = REPO / "docs/reference/mutants.md"
 

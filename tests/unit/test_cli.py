@@ -89,22 +89,21 @@ def test_bad_input_is_refused_in_one_line(words):
 def test_overview_lists_every_command():
     for words in ([], ["--help"], ["-h"], ["help"]):
         shown = run_command(REPO, *words).stdout
-        assert all(f"\n  {name} " in shown for name in cli.BY_NAME) and "None" not in shown
+        assert all(f"\n  {name} " in shown for name in cli.SUMMARIES) and "None" not in shown
     shown = run_command(REPO, "--version").stdout
     assert shown.startswith(f"verl-precision {__version__}\n")
     for stack in release_stacks(find_release("0.9.1")):
         assert f"  verl 0.9.1: stack {stack.id} ({stack.series})\n" in shown
 
 
-@pytest.mark.parametrize("name", [name for name in cli.BY_NAME if name != "bench-amp"])  # its parser imports torch
+@pytest.mark.parametrize("name", [name for name in cli.SUMMARIES if name != "bench-amp"])  # its parser imports torch
 def test_help_of_a_command_is_shown_by_any_python(name):
     done = run_command(REPO, name, "--help")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith(f"usage: verl-precision {name} ")
     assert not {"scripts/", "NAME=VALUE", "{precision}"} & set(done.stdout.split())
-    if cli.BY_NAME[name].variables:
-        variables = cli.find_module(name).VARIABLES
-        assert all(f"--{each.lower().replace('_', '-')} {each}" in done.stdout for each in variables)
+    variables = getattr(cli.find_module(name), "VARIABLES", ())
+    assert all(f"--{each.lower().replace('_', '-')} {each}" in done.stdout for each in variables)
 
 
 ENDS = {  # a program: its exit code, and its last line on stderr

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision import cli, make
+from verl_precision import make
 from verl_precision.doctor.config import leaves, load_config
 from verl_precision.paths import PACKAGE, REPO
 
@@ -74,10 +74,9 @@ MAKE = re.compile(r"(?:^|[;|&(]) *(?:\$ )?(?:\w+=\S* +)*make(?=\s|$)([^();|&<>\n
 
 def variables(target: str) -> set[str]:
     """Return the variables that a target of the Makefile takes."""
-    if not (chosen := make.TARGETS.get(target)):
+    if target not in make.TARGETS:
         return {"DEVICE", "PYTHON"}
-    takes = cli.find_module(chosen.command or target).VARIABLES if chosen.takes is None else chosen.takes
-    return {*takes, "DEVICE", "PYTHON", *make.SOURCES}
+    return {*make.variables(target), "DEVICE", "PYTHON", *make.SOURCES}
 
 
 def makes(page: str, text: str) -> Iterator[str]:

@@ -50,7 +50,8 @@ STARTED = [
     (["bench", "ARGS=--sizes 10,30"], IN_ITS_ENVIRONMENT, "bench --sizes 10,30"),
     (["mutants", "ONLY=one"], IN_ITS_ENVIRONMENT, "-m mutants.__main__ one"),
     (["gsm8k"], IN_ITS_ENVIRONMENT, "-m recipes.gsm8k.prepare --out data/gsm8k"),
-    (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, "pr-branch /clone --dir outputs/pr-branch"),
+    (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, "pr-branch /clone"),
+    (["pr-branch", "VERL=/clone", "DIR=/d"], IN_ITS_ENVIRONMENT, "pr-branch /clone --dir /d"),
     (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", "probe --device=cpu"),
     (["wheelhouse", "DIR=/no/where", "PYTHON_VERSION=3.11"], HERE, "wheelhouse --dir=/no/where --python-version=3.11"),
     # the patch tool needs no environment
@@ -58,8 +59,6 @@ STARTED = [
     (["apply-patches", "VERL=/a", "FIXES=yes"], HERE, "apply --fixes --framework verl /a"),
     (["unapply-patches", "OAT=/a", "FORCE=yes"], HERE, "unapply --force --framework oat /a"),
     (["status", "OAT=/oat"], HERE, "status --framework oat /oat"),
-    # of the words of several goals each takes its own
-    (["status", "VERL=/a", "STEPS=2", "--shared"], HERE, "status --framework verl /a"),
     (["check"], HERE, "check"),
     (
         ["carry", "PATCH=a.patch", "FROM=0.2.4", "FRAMEWORK=oat"],
@@ -76,13 +75,14 @@ def test_target_starts_its_command(started, words, program, arguments):
     assert started(*words) == (program, shlex.split(arguments))
 
 
-def test_tree_is_that_of_the_environment_once_there_is_one(started, monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("there", [False, True])
+def test_tree_is_that_of_the_environment_once_there_is_one(started, monkeypatch, tmp_path, there):
     monkeypatch.setattr(make.setup_env, "REPO", tmp_path)
-    with pytest.raises(Refused, match="^VERL: is not set, and this checkout has no .venv; example: make drift VERL=/"):
-        started("drift")
-    (installed := tmp_path / ".venv/site-packages").mkdir(parents=True)
-    assert started("drift") == (HERE, ["drift", "--framework", "verl", str(installed)])
-    assert capsys.readouterr().out == f"VERL is not set: taking {installed}\n"
+    python = tmp_path / ".venv/bin/python"
+    if there:
+        python.parent.mkdir(parents=True)
+        python.touch()
+    assert started("drift") == (str(python) if there else HERE, ["drift"])
 
 
 def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
@@ -160,7 +160,7 @@ def test_tree_of_the_environment_counts_like_one_of_the_command_line(started, mo
         (["probe", "ROWS=1"], "ROWS=1: must be a whole number of at least 2"),
         (["doctor", "VERL=/nowhere"], "VERL=/nowhere is not a folder; give a checkout of verl, an unpacked release or"),
         (["doctor", "VERL="], "VERL= is empty: it must be a folder that contains verl/"),
-        (["run", "VERL=/a", "STEPS=2", "--shared"], "VERL: is not a variable of this command"),
+        (["pr-branch"], "the following arguments are required: VERL"),
         (["setup", "VERL=/a"], "VERL: is not a variable of this command; the variables are DEVICE"),
         (["bench-amp", "ARGS=it's"], "ARGS=it's: No closing quotation"),
         (["status", "OAT="], "OAT= is empty: it must be a folder that contains oat/"),

@@ -20,8 +20,8 @@ from typing import Any
 
 from verl_precision.bench.model_shape import MODELS, SANITY
 from verl_precision.facts.packages import check_packages
-from verl_precision.parser import Parser
 from verl_precision.paths import REPO
+from verl_precision.words import Parser
 
 PARTS = ("optimizer", "layers", "training")
 

@@ -19,11 +19,10 @@ from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import check_packages
-from verl_precision.parser import Parser, folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree
 from verl_precision.spelling import spelled
-from verl_precision.words import shell_words
+from verl_precision.words import Parser, folder, shell_words
 
 
 def examined(verl: Path | None) -> Tree:

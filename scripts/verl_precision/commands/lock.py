@@ -9,9 +9,9 @@ import os
 import shutil
 import sys
 
-from verl_precision.parser import Parser
 from verl_precision.paths import CACHE, REPO
 from verl_precision.uv import find_uv
+from verl_precision.words import Parser
 
 
 def main(words: list[str]) -> int:

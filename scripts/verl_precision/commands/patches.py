@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from verl_precision.errors import Refused
-from verl_precision.parser import Parser, folder
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.carry import carry_patch
 from verl_precision.patch.check import check_all
@@ -21,6 +20,7 @@ from verl_precision.patch.stack import load_stacks, trailers
 from verl_precision.patch.status import drift, status
 from verl_precision.patch.target import find_target, installed_tree
 from verl_precision.spelling import spelled
+from verl_precision.words import Parser, folder
 
 
 def show(lines: Iterable[str], done: bool = True) -> int:

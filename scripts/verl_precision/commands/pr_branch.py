@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.parser import Parser
 from verl_precision.patch import upstream
 from verl_precision.patch.git import git
 from verl_precision.paths import OUTPUTS
+from verl_precision.words import Parser
 
 TITLE = "tests/special_sanity/check_pr_title.py"
 

@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.errors import Refused
-from verl_precision.parser import Parser
 from verl_precision.patch.apply import apply
 from verl_precision.paths import REPO
 from verl_precision.uv import find_uv
-from verl_precision.words import one_of
+from verl_precision.words import Parser, one_of
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
 

@@ -25,8 +25,8 @@ PYTHONS = ["3.10", *(pytest.param(version, marks=pytest.mark.slow) for version i
 # The project's modules that are imported in verl's own environment, whose packages this test does without.
 MODULES = (
     *(
-        f"commands.{each.module or name}"
-        for name, each in cli.BY_NAME.items()
+        cli.find_module(name).__name__.removeprefix("verl_precision.")
+        for name in cli.SUMMARIES
         if name not in ("bench-amp", "diversity")
     ),
     *("make", "run.job", "run.checks", "run.cluster"),

@@ -6,10 +6,7 @@ from pathlib import Path
 
 
 class Refused(Exception):
-    """The request cannot be carried out.
-
-    The message is one line that names what is wrong, its value and what to do; a command prints it and exits non-zero.
-    """
+    """The request cannot be carried out; the message is one line that names what is wrong and what to do."""
 
 
 @contextlib.contextmanager

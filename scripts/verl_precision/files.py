@@ -14,18 +14,12 @@ FREE_GIB = 1.0  # the least room for OUT: two checkpoints of the sanity task tak
 
 
 def write(path: Path, content: bytes) -> None:
-    """Write a file, creating its folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
 
 
 def sha256(path: Path) -> str:
-    """Return the sha256 of a file's content, in hexadecimal digits."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:
@@ -52,11 +46,7 @@ def write_json(file: Path, content: dict) -> None:
 
 
 def read_jsonl(file: Path) -> list[dict]:
-    """Return the objects of a JSON-lines file, such as verl's ``{"step": int, "data": {name: value}}``.
-
-    Returns:
-        An empty list if ``file`` does not exist. An incomplete last line, still being written, is left out.
-    """
+    """Return the objects of a JSON-lines file, none if it does not exist, without a last line that is incomplete."""
     lines = file.read_text().splitlines(keepends=True) if file.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 

@@ -23,13 +23,11 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format ``seconds`` as ``m:ss``."""
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes}:{seconds:02d}"
 
 
 def slug(name: str) -> str:
-    """Return ``name`` as part of a file name: lower-case letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
@@ -41,5 +39,4 @@ def markdown_table(header: Iterable[object], rows: Iterable[Iterable[object]]) -
 
 
 def first_three(paths: list[str]) -> str:
-    """Join the first three paths and the number of the others."""
     return ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" if len(paths) > 3 else "")

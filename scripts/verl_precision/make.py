@@ -8,7 +8,6 @@ to make it with. Both may also be set in the environment, as may all variables o
 take a fixed few.
 """
 
-import ast
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -73,7 +72,7 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
 
 
 def show_help(name: str) -> NoReturn:
-    """Print the help of a target and of the command that it starts, or what the module is for that it starts."""
+    """Print the variables of a target, and the help of the command that it starts."""
     command, takes, _ = TARGETS[name]
     print("usage: make", name, *(["NAME=VALUE …"] if takes is None else [f"{each}=…" for each in takes]))
     if takes is None:
@@ -81,14 +80,10 @@ def show_help(name: str) -> NoReturn:
     elif takes:  # the command takes some as arguments, and a flag for yes
         print("  a variable stands for the option or argument of its name, VERL and OAT for TREE, FROM for RELEASE,")
         print("  ARGS for the words of the command line")
+    if command.startswith("-m") or name == "bench-amp":  # whose --help needs torch
+        sys.exit(0)
     print(flush=True)
-    module = "verl_precision.commands.bench_amp" if name == "bench-amp" else command  # its --help needs torch
-    if "." not in module:
-        os.execv(sys.executable, [*PROGRAM, command or name, "--help"])
-    path = module.removeprefix("-m ").split()[0].replace(".", "/")
-    (file,) = (folder / f"{path}.py" for folder in MODULES if (folder / f"{path}.py").exists())
-    print(ast.get_docstring(ast.parse(file.read_text())))
-    sys.exit(0)
+    os.execv(sys.executable, [*PROGRAM, command or name, "--help"])
 
 
 def command_line(name: str, values: Mapping[str, str]) -> list[str]:

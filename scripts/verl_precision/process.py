@@ -12,16 +12,12 @@ PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its par
 
 
 def interrupt_on_signals() -> None:
-    """Treat SIGTERM and SIGHUP like SIGINT: each raises KeyboardInterrupt.
-
-    SIGINT is set as well, because a process that a shell starts in the background ignores it.
-    """
-    for number in ENDING_SIGNALS:
+    """Treat SIGTERM and SIGHUP like SIGINT: each raises KeyboardInterrupt."""
+    for number in ENDING_SIGNALS:  # SIGINT too: a process that a shell starts in the background ignores it
         signal.signal(number, signal.default_int_handler)
 
 
 def ignore_signals() -> None:
-    """Ignore what would interrupt an orderly end."""
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

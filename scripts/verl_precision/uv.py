@@ -6,8 +6,8 @@ import shutil
 import subprocess
 import sys
 import venv
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.paths import CACHE
 
@@ -28,16 +28,13 @@ ON = ("y", "yes", "t", "true", "on", "1")  # a switch of pip's that is on
 LIKE_PIP = {"UV_INDEX_STRATEGY": "unsafe-best-match", "UV_PYTHON_DOWNLOADS": "never"}
 
 
-@dataclass(frozen=True)
-class Uv:
-    """uv: its file, its whole environment, and the options of ``uv pip`` for which it has no variable."""
-
+class Uv(NamedTuple):
     program: Path
     environment: dict[str, str]
-    options: list[str]
+    options: list[str]  # of ``uv pip``, for which it has no variable
 
     def pip(self, *words: str | Path, cwd: Path | None = None) -> None:
-        """Run ``uv pip`` with these words; a terminal shows its progress. A failure is a CalledProcessError."""
+        """Run ``uv pip`` with these words; a terminal shows its progress."""
         quiet = [] if sys.stderr.isatty() else ["--quiet"]
         subprocess.run([self.program, "pip", *words, *self.options, *quiet], cwd=cwd, env=self.environment, check=True)
 

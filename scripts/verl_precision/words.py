@@ -65,24 +65,20 @@ def options(group: str) -> list[str]:
 
 
 def alternatives(word: str, allowed: Iterable[str], kind: str) -> str:
-    """Return the end of a refusal: the nearest to ``word``, if one is near, and all that are allowed."""
+    """Return the end of a refusal: the nearest to ``word``, if there is one, and all that are allowed."""
     names = list(allowed)
     nearest = difflib.get_close_matches(word, names, n=1)
     return f"{f'did you mean {nearest[0]}? The' if nearest else 'the'} {kind} are {', '.join(names)}"
 
 
 def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str]:
-    """Return the values of ``NAME=VALUE`` words by name; an empty value counts as not set.
-
-    Raises:
-        Refused: a name is not among ``variables``; the message suggests the nearest one.
-    """
+    """Return the values of ``NAME=VALUE`` words by name, or refuse a name; an empty value counts as not set."""
     values = dict(word.partition("=")[::2] for word in words)
     names = list(variables)
     for name in values:
         if name not in names:
-            allowed = alternatives(name.upper(), names, "variables")
-            raise Refused(f"{name}: is not a variable of this command; {allowed}")
+            near = alternatives(name.upper(), names, "variables")
+            raise Refused(f"{name}: is not a variable of this command; {near}")
     return {name: value for name, value in values.items() if value}
 
 
@@ -104,7 +100,6 @@ def override_words(name: str, value: str, advice: str = "") -> list[str]:
 
 
 def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> str:
-    """Return the value of a variable that takes one of ``allowed``."""
     value = values.get(name, default)
     if value not in allowed:
         raise Refused(f"{name}={value}: must be one of {', '.join(allowed)}")
@@ -137,10 +132,7 @@ def gpu_present() -> bool:
 
 
 def device(values: Mapping[str, str]) -> str:
-    """Return DEVICE, "cpu" or "cuda"; by default cuda where there is a GPU.
-
-    cuda without a GPU is refused, unless RAY_ADDRESS names a cluster whose nodes may have some.
-    """
+    """Return DEVICE. cuda without a GPU is refused, unless RAY_ADDRESS names a cluster whose nodes may have some."""
     chosen = one_of(values, "DEVICE", ["cpu", "cuda"], "cuda" if gpu_present() else "cpu")
     if chosen == "cuda" and not gpu_present() and not os.environ.get("RAY_ADDRESS"):
         raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")

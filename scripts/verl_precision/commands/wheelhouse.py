@@ -1,12 +1,8 @@
-"""Pack the wheels of an environment for machines without a network.
+"""Pack the wheels of an environment, on Linux x86_64, for machines without a network.
 
-On a machine with a network, on Linux x86_64:  make wheelhouse DIR=/media/wheels DEVICE=cuda PYTHON_VERSION=3.12
-On the machine without one:                    make setup DEVICE=cuda PYTHON=python3.12 WHEELHOUSE=/media/wheels
-
-Writes the wheels and that of uv, which installs them. flash-attn, which is compiled, is left out.
+Writes the wheels and that of uv, which installs them. flash-attn, which is compiled, is left out. On the machine
+without a network: make setup DEVICE=cuda PYTHON=python3.12 WHEELHOUSE=/media/wheels
 """
-
-from __future__ import annotations
 
 import os
 import re
@@ -33,26 +29,18 @@ PLATFORMS = ["manylinux2014_x86_64", *(f"manylinux_2_{glibc}_x86_64" for glibc i
 
 
 def parse(words: list[str]) -> tuple[str, str, Path]:
-    """Return the device, the version of Python and the new folder that the words request."""
     values = parse_words(words, VARIABLES)
     if "DIR" not in values:
         raise Refused("DIR: is not set; example: make wheelhouse DIR=/media/wheels DEVICE=cuda")
     folder = Path(values["DIR"]).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise Refused(f"DIR={values['DIR']}: must be a new or an empty folder")
-    device = one_of(values, "DEVICE", list(LOCKS), "cuda")
     python = one_of(values, "PYTHON_VERSION", list(PYTHONS), "3.12")
-    return device, python, folder
+    return one_of(values, "DEVICE", list(LOCKS), "cuda"), python, folder
 
 
 def pack(device: str, python: str, folder: Path, pip: list[str]) -> int:
-    """Download the wheels with pip and its options ``pip``, build those of pure Python, and return their number.
-
-    Raises:
-        Refused: a package has no wheel for that Python, and its source contains code that is compiled; or torch's
-            CUDA build was found for the CPU.
-        subprocess.CalledProcessError: pip failed.
-    """
+    """Download the wheels with pip and its options ``pip``, build those of pure Python, and return their number."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         found, built = Path(scratch, "found"), Path(scratch, "built")

@@ -16,23 +16,17 @@ if TYPE_CHECKING:
 class Uncomposable(Exception):
     """Overrides that do not fit a configuration; the message is the reason in one line.
 
-    It lists what could have been chosen where Hydra does, and leaves out Hydra's advice to append the key with ``+``,
-    which would make it a key that nothing reads. ``with_advice`` are the first two lines of Hydra's own message.
+    It leaves out Hydra's advice to append the key with ``+``, which would make it a key that nothing reads.
     """
 
     def __init__(self, error: Exception):
         first, _, rest = str(error).partition("\n")
         options = rest.partition("Available options in ")[2].partition("Config search path")[0].split()
         super().__init__(" ".join(first.split()) + (f"; there are {', '.join(options[1:])}" if options else ""))
-        self.with_advice = " ".join(str(error).splitlines()[:2])
 
 
 def compose_config(folder: Path, overrides: Sequence[str], config_name: str = "ppo_trainer") -> "DictConfig":
-    """Return ``config_name`` of the folder of verl's configs with ``overrides``, resolved.
-
-    Raises:
-        Uncomposable: an override does not fit, or an interpolation leads nowhere.
-    """
+    """Return ``config_name`` of the folder of verl's configs with ``overrides``, resolved."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -43,11 +37,7 @@ def compose_config(folder: Path, overrides: Sequence[str], config_name: str = "p
 
 
 def compose_defaults(folder: Path, overrides: Sequence[str], config_name: str = "ppo_trainer") -> "list[ResultDefault]":
-    """Return the files that make up the configuration, in the order in which they are merged.
-
-    Raises:
-        Uncomposable: an override does not fit.
-    """
+    """Return the files that make up the configuration, in the order in which they are merged."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
 
@@ -58,11 +48,7 @@ def compose_defaults(folder: Path, overrides: Sequence[str], config_name: str = 
 
 @contextmanager
 def hydra_in(folder: Path) -> Iterator[None]:
-    """Initialize Hydra with ``folder`` as its primary config directory.
-
-    Raises:
-        Uncomposable: Hydra or OmegaConf raised an error inside.
-    """
+    """Initialize Hydra with ``folder`` as its primary config directory; its errors inside become Uncomposable."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

@@ -13,19 +13,12 @@ from verl_precision.paths import SCRIPTS
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, as the torch of this Python reports it.
-
-    Args:
-        name: such as "Tesla T4".
-        capability: compute capability, such as (7, 5).
-        bf16: whether its hardware computes in bfloat16; otherwise torch emulates that in float32.
-        kernels: whether this torch has kernels for it.
-    """
+    """A GPU, as the torch of this Python reports it."""
 
     name: str
     capability: tuple[int, int]
-    bf16: bool
-    kernels: bool
+    bf16: bool  # whether its hardware computes in bfloat16; otherwise torch emulates that in float32
+    kernels: bool  # whether this torch has kernels for it
 
     def __str__(self) -> str:
         return f"{self.name} (sm{self.capability[0]}{self.capability[1]})"
@@ -33,17 +26,13 @@ class Gpu:
 
 @cache
 def find_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that this process may use. Another process asks torch.
-
-    Selecting a GPU leaves a CUDA context on it until the process ends, and that of ``make run`` lives as long as a run.
-    """
+    """Return the GPUs that this process may use. Another one asks torch, which leaves a CUDA context on each."""
     command = [sys.executable, "-m", "verl_precision.facts.gpus"]
     done = subprocess.run(command, cwd=SCRIPTS, stdout=subprocess.PIPE, text=True, check=True)
     return tuple(Gpu(**each | {"capability": tuple(each["capability"])}) for each in json.loads(done.stdout))
 
 
 def query_gpus() -> list[Gpu]:
-    """Return the GPUs that torch shows to this process."""
     import torch
 
     gpus = []
@@ -62,11 +51,9 @@ def has_kernels(capability: tuple[int, int], archs: Iterable[str]) -> bool:
     ``sm_XY`` runs on GPUs of the same major version from X.Y on, ``compute_XY`` on all from X.Y on. Names that end in
     a letter, such as ``sm_90a``, are a subset for one GPU and come besides the plain one.
     """
-    for kind, major, minor in re.findall(r"\b(sm|compute)_(\d+)(\d)\b", " ".join(archs)):
-        built = (int(major), int(minor))
-        if built <= capability and (kind == "compute" or built[0] == capability[0]):
-            return True
-    return False
+    names = re.findall(r"\b(sm|compute)_(\d+)(\d)\b", " ".join(archs))
+    built = [(kind, (int(major), int(minor))) for kind, major, minor in names]
+    return any(code <= capability and (kind == "compute" or code[0] == capability[0]) for kind, code in built)
 
 
 if __name__ == "__main__":

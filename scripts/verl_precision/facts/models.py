@@ -4,6 +4,8 @@ import json
 import os
 from pathlib import Path
 
+from verl_precision.errors import Refused
+
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 
 
@@ -21,21 +23,16 @@ def config_file(model: str) -> Path | None:
 
 
 def read_config(file: Path) -> dict:
-    """Return the content of a config.json; empty where it is not a JSON object."""
     try:
-        content = json.loads(file.read_text())
-    except json.JSONDecodeError:
-        return {}
-    return content if isinstance(content, dict) else {}
+        return json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise Refused(f"{file} is not JSON: {error}") from error
 
 
 def lost_softcap(model: str, attention: str | None) -> str | None:
     """Return what a trainer with this attention leaves out of ``model``, a folder or a name on the Hugging Face Hub.
 
-    transformers' sdpa ignores the cap of the attention logits without an error.
-
-    Args:
-        attention: transformers' name of the implementation; None for verl's default, flash attention 2, which caps.
+    transformers' sdpa ignores the cap of the attention logits; verl's default, flash attention 2 (None), applies it.
     """
     if attention != "sdpa" or (file := config_file(model)) is None:
         return None

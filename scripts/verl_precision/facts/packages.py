@@ -19,7 +19,6 @@ def package_folder(name: str, site: Path | None = None) -> Path | None:
 
 
 def installed_verl() -> Path:
-    """Return the package folder of the verl that this Python imports."""
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     return Path(verl)
 
@@ -30,13 +29,7 @@ def missing_packages(names: Iterable[str]) -> list[str]:
 
 
 def check_packages(names: Iterable[str]) -> None:
-    """Check, before anything long starts, that this Python has the packages, which are named as they are imported.
-
-    Raises:
-        Refused: it lacks some.
-    """
+    """Refuse a Python that lacks some of the packages, which are named as they are imported."""
     if lacking := [PROJECTS.get(name, name) for name in missing_packages(names)]:
-        install = f"install them: {sys.executable} -m pip install {' '.join(lacking)}"
-        raise Refused(
-            f"{sys.executable} lacks {', '.join(lacking)}; use the Python of a verl that trains, or {install}"
-        )
+        ways = f"use the Python of a verl that trains, or {sys.executable} -m pip install {' '.join(lacking)}"
+        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}; {ways}")

@@ -12,7 +12,7 @@ ROLES = ("actor", "ref", "critic", "rollout")
 
 @cache
 def named_dtypes(regime: str) -> dict[str, str]:
-    """Return by role the dtype that ``configs/precision/REGIME.yaml`` names."""
+    """Return by role the dtype that a regime's overlay names."""
     import yaml
 
     tree = yaml.safe_load((CONFIGS / "precision" / f"{regime}.yaml").read_text())
@@ -21,7 +21,6 @@ def named_dtypes(regime: str) -> dict[str, str]:
 
 
 def computing_dtype(role: str, reported: Mapping[str, Any]) -> str:
-    """Return the dtype that the workers of a role reported to compute in."""
     return reported["rollout" if role == "rollout" else "compute"]
 
 

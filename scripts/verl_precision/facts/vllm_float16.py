@@ -2,8 +2,8 @@
 
 import ast
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.facts.models import config_file, read_config
 from verl_precision.facts.packages import package_folder
@@ -15,8 +15,7 @@ BF16_COST = "then the mismatch is bf16's: k3_kl 7.9e-6, where fp16 on both sides
 FP32_COST = "1.1e-7, but the rollout takes twice the memory"
 
 
-@dataclass(frozen=True)
-class Float16Support:
+class Float16Support(NamedTuple):
     """Whether vLLM runs a model in float16; None where that is not known. ``reason`` is a clause."""
 
     supported: bool | None
@@ -59,11 +58,11 @@ def refused_types(package: Path) -> dict[str, str] | None:
         if not file.exists() or TABLE not in (source := file.read_text()):
             continue
         for node in ast.parse(source).body:
-            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-            is_table = any(isinstance(each, ast.Name) and each.id == TABLE for each in targets)
-            if is_table and isinstance(node.value, ast.Dict):
-                entries = [*node.value.keys, *node.value.values]
-                return ast.literal_eval(node.value) if all(isinstance(each, ast.Constant) for each in entries) else None
+            if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith(TABLE):
+                try:
+                    return ast.literal_eval(node.value)
+                except ValueError:
+                    return None
     return None
 
 

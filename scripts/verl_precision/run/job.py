@@ -254,7 +254,7 @@ def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None
     try:
         return compose_config(installed_verl() / "trainer/config", job.overrides(out)), None
     except Uncomposable as error:
-        return None, error.with_advice
+        return None, str(error)
 
 
 def culprit(job: Job, why: str, reasons: Callable[[list[Job]], Iterable[str | None]]) -> str:

@@ -39,7 +39,7 @@ def replace_files(contents: Mapping[Path, bytes | None], scratch: Path) -> None:
 
 
 def write_json(file: Path, content: dict) -> None:
-    """Replace ``file`` atomically with ``content`` as JSON."""
+    """Replace ``file`` atomically."""
     temporary = file.with_suffix(".tmp")
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(file)

@@ -83,7 +83,7 @@ def parse_words(words: Iterable[str], variables: Iterable[str]) -> dict[str, str
 
 
 def shell_words(name: str, value: str, advice: str = "") -> list[str]:
-    """Split a variable's value into words as a shell does. A refusal ends with ``advice``."""
+    """Split a value into words as a shell does. A refusal ends with ``advice``."""
     try:
         return shlex.split(value)
     except ValueError as error:
@@ -91,7 +91,6 @@ def shell_words(name: str, value: str, advice: str = "") -> list[str]:
 
 
 def override_words(name: str, value: str, advice: str = "") -> list[str]:
-    """Split a variable's value into Hydra overrides. A refusal ends with ``advice``."""
     words = shell_words(name, value, advice)
     for word in words:
         if not OVERRIDE.match(word):
@@ -107,7 +106,6 @@ def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: st
 
 
 def whole_number(values: Mapping[str, str], name: str, least: int, default: int | None) -> int | None:
-    """Return the value of a variable that takes a whole number of at least ``least``."""
     value = values.get(name, default)
     if value is not None and not (str(value).isdecimal() and int(value) >= least):
         raise Refused(f"{name}={value}: must be a whole number of at least {least}")
@@ -115,7 +113,6 @@ def whole_number(values: Mapping[str, str], name: str, least: int, default: int 
 
 
 def finite_number(values: Mapping[str, str], name: str, default: float, above: float = -math.inf) -> float:
-    """Return the value of a variable that takes a finite number above ``above``."""
     try:
         value = float(values.get(name, default))
     except ValueError:

@@ -25,12 +25,10 @@ SERVER_SPELLINGS = {
 
 
 def short_name(dtype: str) -> str:
-    """Return the short name of a dtype: ``float16`` -> ``fp16``."""
     return next(short for short, name in SHORT_NAMES.items() if name == dtype)
 
 
 def torch_dtype(short: str) -> "torch.dtype":
-    """Return the dtype by its short name: ``fp16`` -> ``torch.float16``."""
     import torch
 
     return getattr(torch, SHORT_NAMES[short])

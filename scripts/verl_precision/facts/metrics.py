@@ -1,8 +1,4 @@
-"""Read verl's metrics of one run: their names, the rows of ``metrics.jsonl``, and sums over the steps.
-
-verl's file logger overwrites its file when a run resumes. It writes ``verl.jsonl``, which :func:`merge_metrics` merges
-into ``metrics.jsonl``.
-"""
+"""Read verl's metrics of one run: their names, the rows of ``metrics.jsonl``, and sums over the steps."""
 
 import json
 from pathlib import Path
@@ -31,7 +27,10 @@ LAST = 5  # steps whose mean is the last reward
 
 
 def merge_metrics(out: Path, upto: int | None = None) -> list[dict]:
-    """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Return all."""
+    """Merge ``verl.jsonl`` into ``metrics.jsonl``, one line a step, and drop the steps after ``upto``. Return all.
+
+    verl's file logger overwrites its file, ``verl.jsonl``, when a run resumes.
+    """
     merged: dict[int, dict] = {}
     for row in read_jsonl(out / "metrics.jsonl") + read_jsonl(out / "verl.jsonl"):
         merged.setdefault(row["step"], {}).update(row["data"])
@@ -53,7 +52,6 @@ def metric_values(data: list[dict], name: str) -> list[float]:
 
 
 def metric_mean(data: list[dict], name: str) -> float | None:
-    """Return a metric's mean over the steps; None where no step has it."""
     return fmean(metric_values(data, name)) if metric_values(data, name) else None
 
 

@@ -24,7 +24,7 @@ def installed_verl() -> Path:
 
 
 def missing_packages(names: Iterable[str]) -> list[str]:
-    """Return those of the packages, which are named as they are imported, that this Python lacks."""
+    """Return those of the packages that this Python lacks; they are named as they are imported."""
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 

@@ -46,7 +46,6 @@ def float16_support(model: str, site: Path | None = None) -> Float16Support:
 
 
 def version(package: Path) -> str:
-    """Return the version of the vLLM in ``package``."""
     file = package / "_version.py"
     match = re.search(r"""^__version__ = .*?['"]([^'"]+)['"]""", file.read_text(), re.M) if file.exists() else None
     return match[1] if match else "(no version)"

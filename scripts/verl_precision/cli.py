@@ -1,7 +1,8 @@
 """The command line: ``verl-precision COMMAND [OPTION ...]``.
 
 A module of ``verl_precision.commands`` runs each command. Its docstring is the description that ``--help`` prints. If
-it has VARIABLES, these are its options: its ``parse`` takes a ``NAME=VALUE`` word for each that is set.
+it has VARIABLES, these are its options: its ``parse`` takes a ``NAME=VALUE`` word for each that is set,
+and its ``main`` what that returns.
 """
 
 import difflib
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from verl_precision import __version__
 from verl_precision.errors import Refused
@@ -109,8 +111,8 @@ def find_module(name: str) -> ModuleType:
         raise
 
 
-def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Parse the options of a command that has VARIABLES. Return these and the flags that are set.
+def parse(name: str, words: list[str]) -> tuple[Any, dict[str, bool]]:
+    """Parse the options of a command that has VARIABLES. Return what these request, and the flags, for its ``main``.
 
     Hydra overrides of verl, the variable ARGS, may also be given as words.
     """
@@ -133,8 +135,8 @@ def parse(name: str, words: list[str]) -> tuple[dict[str, str], list[str]]:
         parsed.ARGS = " ".join(filter(None, [parsed.ARGS, shlex.join(parsed.overrides)]))
     else:
         parsed = parser.parse_args(words)
-    values = {each: value for each in variables if (value := getattr(parsed, each))}
-    return values, [option(flag) for flag in flags if getattr(parsed, flag)]
+    settings = [f"{each}={value}" for each in variables if (value := getattr(parsed, each))]
+    return module.parse(settings), {flag: getattr(parsed, flag) for flag in flags}
 
 
 def main(words: list[str] | None = None) -> int:
@@ -157,11 +159,9 @@ def main(words: list[str] | None = None) -> int:
     with handled_errors(f"verl-precision {name}", variables or ("ARGS",)):
         if not variables:
             return module.main([name, *rest] if name in PATCHES else rest)
-        values, flags = parse(name, rest)
-        settings = [f"{each}={value}" for each, value in values.items()]
-        module.parse(settings)
+        request, flags = parse(name, rest)
         check_packages(NEEDS.get(name, ()))
-        return module.main([*flags, *settings])
+        return module.main(request, **flags)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 from support.waiting import TIMEOUT_S
 from verl_precision.cli import parse
 from verl_precision.paths import REPO
-from verl_precision.run.job import Job, parse_job
+from verl_precision.run.job import Job
 
 LAUNCH = REPO / "scripts/launch"
 SECRET = "hf_this-is-a-secret"
@@ -88,5 +88,4 @@ def knobs_and_arguments(words: str) -> tuple[dict[str, str], list[str]]:
 def job_of(command: list[str]) -> Job:
     """Return the job that ``…/scripts/verl_precision run --name=VALUE …`` starts."""
     assert command[0].endswith("scripts/verl_precision") and command[1] == "run"
-    values, _ = parse("run", [*command[2:], "--device=cpu"])
-    return parse_job([f"{name}={value}" for name, value in values.items()])
+    return parse("run", [*command[2:], "--device=cpu"])[0]

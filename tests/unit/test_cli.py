@@ -1,9 +1,9 @@
 """The command line: its help, its two spellings, its refusals, and how a command ends."""
 
 import os
-import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.patch_tool import run_command
@@ -22,11 +22,12 @@ def by_hand(monkeypatch):
 
 def test_options_are_the_variables_of_make():
     assert as_options(SETTINGS) == ["--precision=fp16", "--steps=8", "--out=/a b", "--", "+x=a b", "~y", "z=[1,2]"]
-    values, flags = cli.parse("run", [*as_options(SETTINGS)[:3], "--check", *as_options(SETTINGS)[3:]])
-    assert flags == ["--check"] and shlex.split(values.pop("ARGS")) == ["+x=a b", "~y", "z=[1,2]"]
-    assert values == {name: value for name, value in SETTINGS.items() if name != "ARGS"}
+    job, flags = cli.parse("run", [*as_options(SETTINGS)[:3], "--check", *as_options(SETTINGS)[3:]])
+    assert flags == {"check": True, "check_each": False} and job.args == ("+x=a b", "~y", "z=[1,2]")
+    assert (job.precision, job.steps, job.out) == ("fp16", 8, Path("/a b"))
     for words in (["--args=a=1 b=2"], ["a=1", "b=2"], ["--args=a=1", "--", "b=2"], ["a=1", "--steps=", "b=2"]):
-        assert cli.parse("run", words) == ({"ARGS": "a=1 b=2"}, [])
+        job, _ = cli.parse("run", words)
+        assert job.args == ("a=1", "b=2") and job.steps is None
 
 
 @pytest.mark.parametrize(

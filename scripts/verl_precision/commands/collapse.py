@@ -32,8 +32,8 @@ def parse(words: list[str]) -> dict[str, str]:
     return values
 
 
-def main(words: list[str]) -> int:
-    plan = sweep.plan_sweep(parse(words))
+def main(values: dict[str, str]) -> int:
+    plan = sweep.plan_sweep(values)
     outcome = sweep.run_sweep(plan)
     for run in outcome.failed:
         print(f"failed: {run}, {run.out / 'train.log'}")

@@ -67,8 +67,7 @@ def parse(words: list[str]) -> dict[str, str]:
     return values
 
 
-def main(words: list[str]) -> int:
-    values = parse(words)
+def main(values: dict[str, str]) -> int:
     if "RUNS" not in values:
         return sweep_and_compare(values)
     write(values, labeled_paths(values["RUNS"]), Path(values.get("OUT", "report")).expanduser(), "Runs compared")

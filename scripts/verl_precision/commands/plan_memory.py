@@ -102,8 +102,7 @@ def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> No
     write_json(out / "plan-memory.json", content)
 
 
-def main(words: list[str]) -> int:
-    request = parse(words)
+def main(request: PlanRequest) -> int:
     plans = plan_all(request)
     print("\n\n".join(table(title, plan) for title, plan in plans.items()))
     if request.out:

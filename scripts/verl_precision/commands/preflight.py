@@ -96,8 +96,7 @@ def parse(words: list[str]) -> ModelOptions:
     return model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
 
 
-def main(words: list[str]) -> int:
-    options = parse(words)
+def main(options: ModelOptions) -> int:
     if not prepare_sanity(options):
         return 1
     examine(options)

@@ -11,7 +11,8 @@ import sys
 from verl_precision.paths import REPO
 from verl_precision.probe.model import answer_length, load, prepare_sanity, prompts, token_ids
 from verl_precision.probe.options import VARIABLES as VARIABLES  # its options
-from verl_precision.probe.options import ProbeOptions, parse
+from verl_precision.probe.options import ProbeOptions
+from verl_precision.probe.options import parse as parse
 
 LONGEST = 1024  # the default LENGTH, if the model has the positions
 
@@ -54,8 +55,7 @@ def measure(options: ProbeOptions) -> dict:
     return report
 
 
-def main(words: list[str]) -> int:
-    options = parse(words)
+def main(options: ProbeOptions) -> int:
     if not prepare_sanity(options):
         return 1
     measure(options)

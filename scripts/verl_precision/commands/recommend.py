@@ -65,8 +65,7 @@ def runnable(options: ProbeOptions) -> ProbeOptions:
     return replace(options, precision=left)
 
 
-def main(words: list[str]) -> int:
-    options = parse(words)
+def main(options: RecommendOptions) -> int:
     if not prepare_sanity(options.probe):
         return 1
     measured, out = options.probe, options.probe.out

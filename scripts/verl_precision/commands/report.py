@@ -27,8 +27,7 @@ def parse(words: list[str]) -> dict[str, str]:
     return variables
 
 
-def main(words: list[str]) -> int:
-    variables = parse(words)
+def main(variables: dict[str, str]) -> int:
     source = Path(variables["FROM"]).expanduser()
     out = Path(variables.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
     print(f"\n{on_screen(rebuild(source, out))}\n\n  {out / 'index.html'}\n")

@@ -67,21 +67,21 @@ def check_runs(jobs: Sequence[Job]) -> list[dict]:
     return runs
 
 
-def read_requests() -> list[list[str]]:
-    """Return the words of the runs that stdin describes, each by its variables."""
+def read_requests() -> list[Job]:
+    """Return the runs that stdin describes, each by its variables."""
     try:
         requests = json.load(sys.stdin)
     except ValueError:
         requests = None
     if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
         raise Refused("--check-each: stdin must be a JSON list of objects, one for each run")
-    return [[f"{name}={value}" for name, value in each.items()] for each in requests]
+    return [parse([f"{name}={value}" for name, value in each.items()]) for each in requests]
 
 
-def run(words: list[str]) -> int:
+def run(job: Job) -> int:
     """Train, and write the summary and curves of the finished run. Return the exit code."""
     interrupt_on_signals()
-    job, fitted = fit_to_gpus(parse(words))
+    job, fitted = fit_to_gpus(job)
     if fitted:
         print(fitted)
     out = choose_folder(job)
@@ -114,9 +114,9 @@ def run(words: list[str]) -> int:
     return 0
 
 
-def main(words: list[str]) -> int:
-    if not {"--check", "--check-each"} & set(words):
-        return run(words)
-    requests = read_requests() if "--check-each" in words else [[word for word in words if word != "--check"]]
-    print(json.dumps(check_runs([fit_to_gpus(parse(request))[0] for request in requests])))
+def main(job: Job, check: bool = False, check_each: bool = False) -> int:
+    if not (check or check_each):
+        return run(job)
+    jobs = read_requests() if check_each else [job]
+    print(json.dumps(check_runs([fit_to_gpus(each)[0] for each in jobs])))
     return 0

@@ -29,8 +29,7 @@ from verl_precision.patch.status import apply_command, status
 from verl_precision.paths import PACKAGE, PROGRAM, REPO
 from verl_precision.run.folder import choose_folder
 from verl_precision.run.job import VARIABLES as VARIABLES  # its options
-from verl_precision.run.job import Job, compose
-from verl_precision.run.job import parse_job as parse
+from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.spelling import as_options
 
 if TYPE_CHECKING:
@@ -104,24 +103,27 @@ def submit(client: "JobSubmissionClient", submission: dict) -> int:
     return 0 if client.get_job_status(job_id) == JobStatus.SUCCEEDED else 1
 
 
-def main(words: list[str]) -> int:
-    dry, words = "--dry-run" in words, [word for word in words if word != "--dry-run"]
+def parse(words: list[str]) -> Job:
     refuse_secrets(words)
-    job, address = parse(words), os.environ.get("RAY_ADDRESS", "")
+    job, out = parse_job(words), dict(word.partition("=")[::2] for word in words).get("OUT", "")
+    if job.carry and not out.startswith("/"):
+        raise Refused(f"OUT={out}: must be an absolute path on storage shared by all nodes of the cluster")
+    return job
+
+
+def main(job: Job, dry_run: bool = False) -> int:
+    address = os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         raise Refused(f"RAY_ADDRESS={address}: must be the URL of the cluster's dashboard, like http://HEAD:8265")
     from ray.job_submission import JobSubmissionClient
 
     with cluster_errors(address):
-        client = None if dry else JobSubmissionClient(address)
-    out = dict(word.partition("=")[::2] for word in words).get("OUT", "")
-    if job.carry and not out.startswith("/"):
-        raise Refused(f"OUT={out}: must be an absolute path on storage shared by all nodes of the cluster")
+        client = None if dry_run else JobSubmissionClient(address)
     job = replace(job, out=choose_folder(job))
     check_run(job, compose(job, job.out), job.out)
     with tempfile.TemporaryDirectory() as scratch:
         submission = prepare(job, Path(scratch))
-        if dry:
+        if dry_run:
             print(f"would submit to {address}: {submission['entrypoint']}")
             return 0
         with cluster_errors(address):

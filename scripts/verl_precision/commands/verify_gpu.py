@@ -60,12 +60,11 @@ def parse(words: list[str]) -> VerifyOptions:
     return VerifyOptions(steps, out, VerifiedDevice(chosen, Path(file_path(values, "WORK") or VERIFIED / "work")))
 
 
-def main(words: list[str]) -> int:
+def main(options: VerifyOptions) -> int:
     from verl_precision.verify.record import Verification, device_name
     from verl_precision.verify.report import counts, write
 
     interrupt_on_signals()
-    options = parse(words)
     record = Verification.open(options.out, device_name(options.target.device))
     chosen = options.steps or tuple(step for step in STEPS if not record.passed(step))
     for number, step in enumerate(chosen, start=1):

@@ -61,8 +61,8 @@ def pack(device: str, python: str, folder: Path, pip: list[str]) -> int:
     return len(wheels)
 
 
-def main(words: list[str]) -> int:
-    device, python, folder = parse(words)
+def main(request: tuple[str, str, Path]) -> int:
+    device, python, folder = request
     index = os.environ.get("TORCH_INDEX_URL") if device == "cpu" else None
     count = pack(device, python, folder, ["--extra-index-url", index] if index else [])
     print(f"{count} wheels: {folder}")

@@ -188,7 +188,7 @@ def test_recorded_sanity_runs_match_the_plan(runs):
 
 @pytest.mark.subprocess
 def test_plans_are_printed_and_written(tmp_path, capsys):
-    assert plan_memory.main(["PRECISION=bf16", f"OUT={tmp_path / 'plan'}"]) == 0
+    assert plan_memory.main(plan_memory.parse(["PRECISION=bf16", f"OUT={tmp_path / 'plan'}"])) == 0
     out = capsys.readouterr().out
     assert "dense_7b, grpo, bf16: Qwen/Qwen2.5-7B, 7.62 G parameters\n2 nodes of 8 GPUs of 80 GiB" in out
     assert "30.53 G parameters, 128 experts, 8 of them active\n4 nodes of 8 GPUs" in out
@@ -293,7 +293,7 @@ def test_older_key_of_sequence_parallelism_wins_if_set(older, newer, expected):
 def refusal(folder: Path, *words: str) -> str:
     """Return the line of a refusal, after which nothing is written."""
     with pytest.raises(Refused) as refused:
-        plan_memory.main([f"OUT={folder / 'plan'}", "EXPERIMENT=dense_7b", *words])
+        plan_memory.main(plan_memory.parse([f"OUT={folder / 'plan'}", "EXPERIMENT=dense_7b", *words]))
     assert "\n" not in str(refused.value) and not (folder / "plan").exists()
     return str(refused.value)
 
@@ -338,7 +338,7 @@ def test_unknown_model_is_refused_before_verl_is_imported(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     program = (
         "import sys\nfrom verl_precision.commands import plan_memory\nfrom verl_precision.errors import Refused\n"
-        "try:\n    plan_memory.main(sys.argv[1:])\n"
+        "try:\n    plan_memory.main(plan_memory.parse(sys.argv[1:]))\n"
     )
     program += "except Refused as refusal:\n    print(refusal, 'verl' in sys.modules)"
     line = [sys.executable, "-c", program, f"MODEL={tmp_path}"]

@@ -73,10 +73,10 @@ def test_pair_is_reported_and_described(tmp_path, capsys, monkeypatch):
     words = ["SEED=3", "STEPS=20", f"OUT={tmp_path}", "DEVICE=cpu"]
     for code in (1, 130):
         run_first(1, code)
-        assert collapse.main(words) == code and not (tmp_path / "report").exists()
+        assert collapse.main(collapse.parse(words)) == code and not (tmp_path / "report").exists()
     printed = capsys.readouterr().out
     assert "failed: pg_is fp16 seed 3" in printed and "repeat the command to resume" in printed
     run_first(2, 0)
-    assert collapse.main(words) == 0
+    assert collapse.main(collapse.parse(words)) == 0
     assert "collapsed in bf16 (0.40 to 0.00) and rose in fp16 (0.40 to 0.90)" in capsys.readouterr().out
     assert (tmp_path / "report/index.html").exists() and (tmp_path / "pg_is/bf16-seed3/summary.json").exists()

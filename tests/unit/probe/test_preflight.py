@@ -209,7 +209,7 @@ def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scal
 def test_command_writes_its_report(folder, tmp_path, capsys):
     out = tmp_path / "out"
     words = [f"MODEL={folder / 'model'}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={out}"]
-    assert preflight.main(["DEVICE=cpu", *words]) == 0
+    assert preflight.main(preflight.parse(["DEVICE=cpu", *words])) == 0
     assert sorted(file.name for file in out.iterdir()) == ["preflight.png", "report.md"]
     report = (out / "report.md").read_text()
     assert "- verdict: fp16 fits" in report and "- measured: 3 answers, " in report
@@ -248,7 +248,7 @@ def backward_overflows(model: torch.nn.Module, scale: float) -> bool:
 def test_mixture_whose_backward_overflows_at_the_default_scale_gets_a_lower_one(folder, tmp_path, family, listed):
     path = save_mixture(family, tmp_path)
     words = [f"MODEL={path}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={tmp_path / 'out'}"]
-    assert preflight.main(["DEVICE=cpu", *words]) == 0
+    assert preflight.main(preflight.parse(["DEVICE=cpu", *words])) == 0
     report = (tmp_path / "out/report.md").read_text()
     scale = float(re.search(r"^\S+\.grad_scaler\.init_scale=(\d+)$", report, re.MULTILINE)[1])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -262,7 +262,7 @@ def refusal(folder: Path, tmp_path: Path, *words: str) -> str:
     """Return the line of a refusal, after which nothing is written."""
     usual = ["DEVICE=cpu", f"DATA={folder / 'data.parquet'}", "ROWS=2", "LENGTH=8", f"OUT={tmp_path / 'out'}"]
     with pytest.raises(Refused) as refused:
-        preflight.main([*usual, f"MODEL={folder / 'model'}", *words])
+        preflight.main(preflight.parse([*usual, f"MODEL={folder / 'model'}", *words]))
     assert not (tmp_path / "out").exists() and "\n" not in str(refused.value)
     return str(refused.value)
 

@@ -165,7 +165,7 @@ def test_interrupted_probe_resumes(folder, tmp_path, probes):
 
     for other, recorded in (("LENGTH=16", "LENGTH=32"), ("SEED=2", "SEED=1")):
         with pytest.raises(Refused, match=f"{other}: .* contains a probe with {recorded}; repeat its settings"):
-            probe.main([*words, other])
+            probe.main(probe.parse([*words, other]))
     assert work() == before
 
     assert subprocess.run(command(*words), capture_output=True, env=ENVIRONMENT).returncode == 0
@@ -346,7 +346,7 @@ def test_bf16_is_refused_on_a_gpu_that_emulates_it(monkeypatch, tmp_path):
 )
 def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, expected):
     with pytest.raises(Refused) as refused:
-        probe.main(words_of(folder, tmp_path / "out", "model", "ROWS=8", words.format(folder=folder)))
+        probe.main(probe.parse(words_of(folder, tmp_path / "out", "model", "ROWS=8", words.format(folder=folder))))
     message = str(refused.value)
     assert message.startswith(words.partition("=")[0]) and "\n" not in message and expected in message
     assert list(tmp_path.iterdir()) == []

@@ -223,7 +223,7 @@ def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_pat
     assert recommended(words)[-1] == last
     assert [file.stat().st_mtime_ns for file in tmp_path.glob("wide-out/probe/work/*.jsonl")] == measured
     with pytest.raises(Refused, match="SAMPLES=5: .* contains a probe with SAMPLES=4"):
-        command.main([*words, "SAMPLES=5"])
+        command.main(command.parse([*words, "SAMPLES=5"]))
 
 
 def test_regimes_that_vllm_or_the_gpu_refuses_are_not_probed(tmp_path, monkeypatch):

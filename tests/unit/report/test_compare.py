@@ -11,7 +11,12 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
     for name, seed in (("one-1", 1), ("one-2", 2), ("b.1", 3)):
         finished_run(tmp_path / name, f"SEED={seed}")
     words = [f"RUNS=one={tmp_path}/one-* b.1={tmp_path}/b.1", f"OUT={tmp_path}/out", "DEVICE=cpu"]
-    assert compare.main([*words, "THRESHOLD=0.4", "TITLE=One and another", "NOSPEED=the machine was shared"]) == 0
+    assert (
+        compare.main(
+            compare.parse([*words, "THRESHOLD=0.4", "TITLE=One and another", "NOSPEED=the machine was shared"])
+        )
+        == 0
+    )
     output = capsys.readouterr().out
     page = (tmp_path / "out" / "index.html").read_text()
     assert "passes 0.4" in output and "<h1>One and another</h1>" in page
@@ -36,6 +41,6 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
 def test_bad_words_are_refused_and_nothing_is_written(word, message, tmp_path):
     folder = finished_run(tmp_path / "run")
     with pytest.raises(Refused, match=message) as refusal:
-        compare.main([f"OUT={tmp_path}/out", f"RUNS=a={folder}", word.format(run=folder)])
+        compare.main(compare.parse([f"OUT={tmp_path}/out", f"RUNS=a={folder}", word.format(run=folder)]))
     assert "\n" not in str(refusal.value)
     assert list(tmp_path.iterdir()) == [folder]

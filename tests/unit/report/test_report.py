@@ -64,7 +64,7 @@ def test_recorded_verdicts_are_those_of_the_documents():
 @pytest.mark.subprocess
 def test_command_rebuilds_a_recorded_report(tmp_path, capsys):
     source, out = RESULTS / "sanity" / "ppo", tmp_path / "out"
-    assert command.main([f"FROM={source}", f"OUT={out}"]) == 0
+    assert command.main(command.parse([f"FROM={source}", f"OUT={out}"])) == 0
     assert "reward, last 5 steps" in capsys.readouterr().out
     new = contents(out)
     assert {"index.html", "table.csv", "runs.csv", "verdicts.csv", "figures/reward.svg", "figures/k3.png"} <= set(new)
@@ -94,7 +94,9 @@ def test_command_refuses_bad_words_and_folders(words, message, tmp_path):
         write(tmp_path / name / SETTINGS, json.dumps(settings | {"runs": runs}).encode())
     before = contents(tmp_path)
     with pytest.raises(Refused, match=message) as refusal:
-        command.main([f"OUT={tmp_path}/out", *(word.format(tmp=tmp_path, docs=RESULTS) for word in words)])
+        command.main(
+            command.parse([f"OUT={tmp_path}/out", *(word.format(tmp=tmp_path, docs=RESULTS) for word in words)])
+        )
     assert "\n" not in str(refusal.value) and contents(tmp_path) == before
 
 
@@ -319,7 +321,9 @@ def test_report_goes_to_a_folder_of_the_sources_name(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "rebuild", lambda *paths: calls.append(paths))
     monkeypatch.setattr(command, "on_screen", str)
     monkeypatch.chdir(tmp_path)
-    assert command.main(["FROM=."]) == 0 and calls == [(Path("."), Path("outputs/report") / tmp_path.name)]
+    assert command.main(command.parse(["FROM=."])) == 0 and calls == [
+        (Path("."), Path("outputs/report") / tmp_path.name)
+    ]
 
 
 def test_folder_with_other_content_is_not_written_to(tmp_path):

@@ -39,7 +39,8 @@ MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, refusal, validated_here, monkeypatch, tmp_path):
     monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
     with pytest.raises(Refused, match=f"^{re.escape(refusal)}") as refused:
-        run.main(["DEVICE=cpu", f"OUT={tmp_path / 'out'}", *words])
+        job = run.parse(["DEVICE=cpu", f"OUT={tmp_path / 'out'}", *(word for word in words if word != "--check")])
+        run.main(job, check="--check" in words)
     assert "\n" not in str(refused.value) and list(tmp_path.iterdir()) == []
 
 
@@ -49,7 +50,7 @@ def test_check_reports_which_runs_are_finished_and_writes_nothing(validated_here
     sanity = dict(word.partition("=")[::2] for word in SANITY)
     wanted = [sanity | {"OUT": str(done)}, sanity | {"SEED": "2", "OUT": str(ahead)}]
     monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(wanted)))
-    run.main(["--check-each"])
+    run.main(run.parse([]), check_each=True)
     shown = [(run["out"], run["steps"], run["finished"]) for run in json.loads(capsys.readouterr().out)]
     assert shown == [(str(done), 40, True), (str(ahead), 40, False)]
     assert sorted(tmp_path.rglob("*")) == before
@@ -69,7 +70,7 @@ def trained(tmp_path, monkeypatch) -> Callable[[], tuple[int, dict]]:
     monkeypatch.setattr(Job, "generate_command", lambda _: [sys.executable, "-c", ""])
     records = []
     monkeypatch.setattr(train, "train", lambda job, config, out, record, log: records.append(record) or (75, []))
-    return lambda: (run.run([*SANITY, f"OUT={tmp_path / 'out'}"]), records[0])
+    return lambda: (run.run(run.parse([*SANITY, f"OUT={tmp_path / 'out'}"])), records[0])
 
 
 @pytest.mark.parametrize(("checkpoint", "wall_s"), [(0, 0.0), (2, 100.0)])
@@ -86,7 +87,7 @@ def test_time_counts_from_the_attempts_that_left_a_checkpoint(checkpoint, wall_s
 
 def test_run_and_its_check_are_fitted_to_the_gpus(trained, validated_here, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(run, "fit_to_gpus", lambda job: (replace(job, steps=7), "Tesla T4 (sm75): +device=turing"))
-    run.main(["--check", *SANITY, f"OUT={tmp_path / 'out'}"])
+    run.main(run.parse([*SANITY, f"OUT={tmp_path / 'out'}"]), check=True)
     (checked,) = json.loads(capsys.readouterr().out)
     _, record = trained()
     assert checked["steps"] == record["steps"] == 7

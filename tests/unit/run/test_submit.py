@@ -43,7 +43,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     program, *options = submission["entrypoint"].split()[1:]  # accepted there by a Python without packages
     name, *settings = options
-    assert shlex.split(parse(name, settings)[0]["ARGS"]) == list(job.args)
+    assert parse(name, settings)[0].args == job.args
     subprocess.run([sys.executable, "-S", program, name, "--help"], cwd=scratch, check=True, capture_output=True)
 
 
@@ -59,7 +59,7 @@ def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
 def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")  # no server listens there
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
-    assert submit.main(["--dry-run", "DEVICE=cpu", f"OUT={tmp_path}/run"]) == 0
+    assert submit.main(submit.parse(["DEVICE=cpu", f"OUT={tmp_path}/run"]), dry_run=True) == 0
     shown = "".join(capsys.readouterr())
     assert (
         "would submit to http://127.0.0.1:1: python3 scripts/verl_precision run " in shown
@@ -89,7 +89,7 @@ def test_submission_is_refused_as_the_run_would_be(address, words, refusal, vali
     monkeypatch.setenv("RAY_ADDRESS", address)
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(Refused, match=f"^{re.escape(refusal.format(tmp_path))}"):
-        submit.main(["--dry-run", "DEVICE=cpu", *words.format(tmp_path).split()])
+        submit.main(submit.parse(["DEVICE=cpu", *words.format(tmp_path).split()]), dry_run=True)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_submission_is_refused_as_the_run_would_be(address, words, refusal, vali
 def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     monkeypatch.setenv(name, "hf_of_nobody_else")
     with pytest.raises(Refused, match=f"^{name}: its value is part of the command line") as refusal:
-        submit.main(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"])
+        submit.main(submit.parse(["DEVICE=cpu", "ARGS=+trainer.token=hf_of_nobody_else"]))
     assert "hf_of_nobody_else" not in str(refusal.value)
 
 
@@ -135,4 +135,4 @@ def test_head_that_fails_or_is_silent_is_reported_in_one_line(error, monkeypatch
     assert "\n" not in str(refusal.value)
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
     with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there"):
-        submit.main(["DEVICE=cpu", "OUT=/out"])
+        submit.main(submit.parse(["DEVICE=cpu", "OUT=/out"]))

@@ -166,7 +166,7 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, re
     monkeypatch.setattr(sweep, "plan_sweep", lambda values: planned(tmp_path))
     words = ["DEVICE=cpu", "EXPERIMENT=sanity_cpu", "PRECISION=fp16 bf16", "SEED=1 2", f"OUT={tmp_path}"]
     settings = dict(word.partition("=")[::2] for word in words)
-    assert compare.main(words) == 130
+    assert compare.main(compare.parse(words)) == 130
     text = capsys.readouterr().out
     assert "run 2/4: grpo bf16 seed 1" in text and "run 3/4" not in text
     assert "interrupted: ended in order" in text and "interrupted, 1 of 4 runs are finished" in text

@@ -187,12 +187,12 @@ def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, 
     monkeypatch.setattr(run, "interrupt_on_signals", lambda: None)
     words = ["DEVICE=cpu", f"MODEL={models}/gemma2", f"OUT={tmp_path}/out"]
     with pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM ") as refused:
-        run.main(words)
+        run.main(run.parse(words))
     assert f"ARGS={ROLLOUT}.dtype=bfloat16" in str(refused.value) and "PRECISION=bf16" in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     words.append(f"DATA={tmp_path}/data.parquet")
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
-        probe.main([*words, "BACKEND=vllm"])
+        probe.main(probe.parse([*words, "BACKEND=vllm"]))
     check_regimes(probe.parse([*words, "BACKEND=hf"]))
     assert "bf16_train_fp16_infer and fp16 are measured here" in capsys.readouterr().out

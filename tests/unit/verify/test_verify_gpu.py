@@ -136,7 +136,7 @@ def test_exit_code_is_that_of_all_steps(tmp_path, monkeypatch, capsys):
         needs = [() if code else ("no_such_module",) for code in codes]
         toys = tuple(step(code or "", *of, name=name) for code, of, name in zip(codes, needs, names, strict=True))
         monkeypatch.setattr(verify_gpu, "STEPS", toys)
-        assert verify_gpu.main(words) == expected, codes
+        assert verify_gpu.main(verify_gpu.parse(words)) == expected, codes
     printed = capsys.readouterr().out
     assert "1/2 cost, hardware … passed in 0:00" in printed and "skipped: not installed: no_such_module" in printed
 

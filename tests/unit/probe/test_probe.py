@@ -55,7 +55,7 @@ PROBES = {
 SEVERAL = """
 import json, sys
 from verl_precision.commands import probe
-sys.exit(max(map(probe.main, json.loads(sys.argv[1]))))
+sys.exit(max(probe.main(probe.parse(words)) for words in json.loads(sys.argv[1])))
 """
 
 

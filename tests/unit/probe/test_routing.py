@@ -84,7 +84,7 @@ def test_report_has_a_column_only_for_mixtures(folder, tmp_path):
     words += ["WIRE=fp32", "HEAD=none", "BATCH=packing"]
     models = {"dense": folder / "model", "mixture": tmp_path / "mixture"}
     commands = [[*words, f"MODEL={model}", f"OUT={tmp_path / 'out' / name}"] for name, model in models.items()]
-    code = f"from verl_precision.commands import probe; [*map(probe.main, {commands})]"
+    code = f"from verl_precision.commands import probe; [probe.main(probe.parse(words)) for words in {commands}]"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=SCRIPTS)
     dense, text = (next(tmp_path.glob(f"out/{name}/*.md")).read_text() for name in models)
     assert "experts" not in dense + next(tmp_path.glob("out/dense/*.json")).read_text()

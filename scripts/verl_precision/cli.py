@@ -95,7 +95,21 @@ def overview() -> str:
     lines += ["Make verl train and roll out in the same 16 bits, on the release that you already run.", ""]
     for heading, commands in HEADINGS.items():
         lines += [f"{heading}:", *(f"  {name:<12} {summary}" for name, summary in commands.items()), ""]
-    return "\n".join([*lines, "verl-precision COMMAND --help describes a command; verl-precision list, the patches."])
+    lines.append("verl-precision COMMAND --help describes a command; verl-precision --version lists the stacks.")
+    return "\n".join(lines)
+
+
+def version() -> str:
+    """Return the version of the project, and the stacks that it applies to each release."""
+    from verl_precision.patch.releases import FRAMEWORKS
+    from verl_precision.patch.stack import load_stacks
+
+    lines = [f"verl-precision {__version__}"]
+    for framework in FRAMEWORKS.values():
+        for stack in load_stacks(framework=framework):
+            series = f" ({stack.series})" if stack.series else ""
+            lines.append(f"  {framework.name} {stack.release.name}: stack {stack.id}{series}")
+    return "\n".join(lines)
 
 
 def find_module(name: str) -> ModuleType:
@@ -148,7 +162,7 @@ def main(words: list[str] | None = None) -> int:
     name, *rest = words
     with handled_errors("verl-precision"):
         if name == "--version":
-            print(f"verl-precision {__version__}")
+            print(version())
             return 0
         if name not in SUMMARIES:
             near = [PATCHING.get(name), *difflib.get_close_matches(name, (*SUMMARIES, "--version"), n=1, cutoff=0.7)]

@@ -9,6 +9,8 @@ import pytest
 from support.patch_tool import run_command
 
 from verl_precision import __version__, cli
+from verl_precision.patch.releases import find_release
+from verl_precision.patch.stack import release_stacks
 from verl_precision.paths import PACKAGE, REPO
 from verl_precision.spelling import MADE, as_options, spelled
 
@@ -89,7 +91,10 @@ def test_overview_lists_every_command():
     for words in ([], ["--help"], ["-h"], ["help"]):
         shown = run_command(REPO, *words).stdout
         assert all(f"\n  {name} " in shown for name in cli.SUMMARIES) and "None" not in shown
-    assert run_command(REPO, "--version").stdout == f"verl-precision {__version__}\n"
+    shown = run_command(REPO, "--version").stdout
+    assert shown.startswith(f"verl-precision {__version__}\n")
+    for stack in release_stacks(find_release("0.9.1")):
+        assert f"  verl 0.9.1: stack {stack.id} ({stack.series})\n" in shown
 
 
 @pytest.mark.parametrize("name", [name for name in cli.SUMMARIES if name != "bench-amp"])  # its parser imports torch

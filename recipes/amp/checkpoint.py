@@ -1,6 +1,5 @@
 """Write, read and check the checkpoint files of :class:`recipes.amp.trainer.FP16Trainer`."""
 
-import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,10 +16,16 @@ class InvalidCheckpointError(ValueError):
 
 
 def write_checkpoint(path: Path, saved: Mapping[str, Any]) -> None:
-    """Write a checkpoint completely or not at all, first into ``NAME.part`` beside it."""
+    """Write a checkpoint completely or not at all, first into ``NAME.part`` beside it.
+
+    Raises ``ValueError`` for a type that ``torch.load(weights_only=True)`` would refuse to load.
+    """
     part = path.with_name(path.name + ".part")
     try:
         torch.save({"version": VERSION, **saved}, part)
+        if refused := torch.serialization.get_unsafe_globals_in_checkpoint(part):
+            advice = "save tensors and plain Python values, a NumPy number as float(x)"
+            raise ValueError(f"{path}: extra contains {', '.join(refused)}: {advice}")
         part.replace(path)
     finally:
         part.unlink(missing_ok=True)
@@ -35,45 +40,25 @@ def read_checkpoint(path: str | os.PathLike) -> dict[str, Any]:
             raise InvalidCheckpointError(f"{path}: truncated, or not a checkpoint") from error
     if not isinstance(saved, dict) or not all(isinstance(saved.get(part), Mapping) for part in PARTS):
         raise InvalidCheckpointError(f"{path}: not a checkpoint of this trainer: it must have {', '.join(PARTS)}")
-    version = saved.get("version")
-    if not isinstance(version, int) or not 1 <= version <= VERSION:
-        raise InvalidCheckpointError(f"{path}: version {version}, but this trainer reads up to {VERSION}: update it")
+    if saved.get("version") != VERSION:
+        raise InvalidCheckpointError(f"{path}: version {saved.get('version')}, but this trainer reads {VERSION}")
     return saved
 
 
-def check_model(saved: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor], path: str | os.PathLike) -> None:
-    """Check that two state dicts have the same names and shapes; name the first difference."""
+def check_fits(saved: Mapping[str, Any], own: Mapping[str, Any], path: str | os.PathLike) -> None:
+    """Check that two checkpoints are of the same model and optimizer: names, shapes, class, groups of parameters."""
     # Extra state of a module has no shape; a name that is missing has the shape None.
-    shapes, here = ({name: tuple(getattr(value, "shape", ())) for name, value in each.items()} for each in (saved, own))
+    shapes, here = (
+        {name: tuple(getattr(value, "shape", ())) for name, value in each["model"].items()} for each in (saved, own)
+    )
     for name in sorted(shapes.keys() | here.keys()):
         if shapes.get(name) != here.get(name):
             difference = f"{name} has shape {shapes.get(name)}, here {here.get(name)}"
             raise InvalidCheckpointError(f"{path}: of another model: {difference}")
-
-
-def optimizer_identity(optimizer: torch.optim.Optimizer, names: Mapping[torch.nn.Parameter, str]) -> dict[str, Any]:
-    """Return the optimizer's class and the parameter names of its groups: its state is stored by position only."""
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
-    return {"class": type(optimizer).__name__, "groups": groups}
-
-
-def check_optimizer(saved: Mapping[str, Any], identity: Mapping[str, Any], path: str | os.PathLike) -> None:
-    """Check that a checkpoint's optimizer state is of the class, the parameters and the groups of ``identity``."""
-    saved_class, own_class = (each.get("class") for each in (saved["optimizer_of"], identity))
-    if saved_class != own_class:
-        raise InvalidCheckpointError(f"{path}: of another optimizer: {saved_class}, here {own_class}")
-    sizes = [len(group["params"]) for group in saved["optimizer"].get("param_groups", ())]
-    if saved["optimizer_of"] != identity or sizes != [len(names) for names in identity["groups"]]:
+    kind, own_kind = (each["optimizer_of"].get("class") for each in (saved, own))
+    if kind != own_kind:
+        raise InvalidCheckpointError(f"{path}: of another optimizer: {kind}, here {own_kind}")
+    if saved["optimizer_of"] != own["optimizer_of"]:  # its state is stored by position only
         raise InvalidCheckpointError(
             f"{path}: of another optimizer: its parameters are in a different order or in different groups"
         )
-
-
-def check_loadable(extra: Mapping[str, Any]) -> None:
-    """Check that ``torch.load(weights_only=True)`` would read ``extra`` back; name the types that it would refuse."""
-    written = io.BytesIO()
-    torch.save(extra, written)
-    written.seek(0)
-    if refused := torch.serialization.get_unsafe_globals_in_checkpoint(written):
-        types = ", ".join(refused)
-        raise ValueError(f"extra contains {types}: save tensors and plain Python values, a NumPy number as float(x)")

@@ -15,37 +15,32 @@ class InvalidEnvironmentError(ValueError):
 
 def make_env(name: str, make: Callable[..., Any] = gymnasium.make, **settings: Any) -> Any:
     """Return ``make(name, **settings)``; raise ``ValueError`` if it is unknown or needs a package that is missing."""
-    if name.count(":") > 1:
-        raise ValueError(f"env={name} must be NAME or MODULE:NAME")
     try:
         return make(name, **settings)
-    except (gymnasium.error.Error, ImportError) as error:
-        raise ValueError(f"env={name} cannot be created: {' '.join(str(error).split())}") from None
+    except (gymnasium.error.Error, ImportError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"env={name} must be an environment's NAME or MODULE:NAME: {reason}") from None
 
 
-def flat_observation(space: gymnasium.Space, value: Any, where: str) -> np.ndarray:
-    """Return an element of a space as a float32 vector; raise ``InvalidEnvironmentError`` if it has an inf or NaN."""
-    vector = np.asarray(flatten(space, value), dtype=np.float32).reshape(-1)
-    nonfinite = np.flatnonzero(~np.isfinite(vector))
-    if len(nonfinite):
-        component = nonfinite[0]
-        raise InvalidEnvironmentError(f"{where}: component {component} of the observation is {vector[component]}")
-    return vector
-
-
-def play_episode(env: gymnasium.Env, choose: Callable, seed: Optional[int], where: str) -> Iterator[tuple]:
+def play_episode(env: gymnasium.Env, choose: Callable, seed: Optional[int]) -> Iterator[tuple]:
     """Yield each step of an episode: flat observation, action, reward, whether it terminated, next flat observation.
 
-    An observation or a reward that is inf or NaN raises ``InvalidEnvironmentError`` with ``where`` and its step.
+    Observations are (O,), fp32. One that is inf or NaN, or such a reward, raises ``InvalidEnvironmentError``.
     """
+
+    def flat(observation: Any, reward: float, step: int) -> np.ndarray:
+        vector = np.asarray(flatten(env.observation_space, observation), dtype=np.float32).reshape(-1)
+        if not (np.isfinite(vector).all() and math.isfinite(reward)):
+            where = f"env={env.spec.id}, seed {seed}, step {step}"
+            raise InvalidEnvironmentError(f"{where}: the observation or the reward, {reward}, is not finite")
+        return vector
+
     observation, _ = env.reset(seed=seed)
-    before, step, ended = flat_observation(env.observation_space, observation, f"{where}, step 0"), 0, False
+    before, step, ended = flat(observation, 0.0, 0), 0, False
     while not ended:
         action = choose(before)
         observation, reward, terminated, truncated, _ = env.step(action)
         step += 1
-        after = flat_observation(env.observation_space, observation, f"{where}, step {step}")
-        if not math.isfinite(reward):
-            raise InvalidEnvironmentError(f"{where}, step {step}: the reward is {reward}")
+        after = flat(observation, reward, step)
         yield before, action, float(reward), terminated, after
         before, ended = after, terminated or truncated

@@ -1,15 +1,15 @@
-"""Read a recipe's config, a dataclass, from the command line, the environment and a YAML file."""
+"""Read a recipe's config, a dataclass, from the command line, the environment and a YAML file; write its records."""
 
 import argparse
+import json
 import math
 import os
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, NoReturn, Optional, TypeVar, get_args
+from typing import Any, NoReturn, Optional, TypeVar
 
 import torch
 import yaml
@@ -17,15 +17,14 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 Config = TypeVar("Config")
-Rule = tuple[Callable[[Any], bool], str]  # whether a value is allowed, and what is allowed, for a message
+METRICS = "metrics.jsonl"
 FLAGS = {"1": True, "true": True, "0": False, "false": False}
-RULES: dict[str, Callable[[Any], bool]] = {
+RULES = {
     "at least 0": lambda value: 0 <= value < math.inf,
     "at least 1": lambda value: value >= 1,
     "positive": lambda value: 0 < value < math.inf,
     "between 0 and 1": lambda value: 0 <= value <= 1,
     "from 0 to 2147483647": lambda value: 0 <= value < 2**31,
-    "a folder: --out DIR": bool,
 }
 
 
@@ -42,12 +41,13 @@ def environment_flag(name: str) -> Optional[bool]:
     return None if value is None else FLAGS[value.lower()]
 
 
-def check_values(config: Any, rules: Mapping[str, Rule]) -> None:
-    """Check a config's values by the rules of their options, then by ``rules``; raise ``ValueError``."""
-    named = {each.name: each.metadata["allowed"] for each in fields(config) if each.metadata.get("allowed")}
-    for key, (valid, allowed) in [*((key, (RULES[name], name)) for key, name in named.items()), *rules.items()]:
-        if not valid(getattr(config, key)):
-            raise ValueError(f"{key}={getattr(config, key)} must be {allowed}")
+def check_values(config: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Check a config by the rules of its options, then by ``rules``: whether a key's is met, and what it allows."""
+    allowed = {each.name: each.metadata.get("allowed") for each in fields(config)}
+    named = {key: (RULES[name](getattr(config, key)), name) for key, name in allowed.items() if name}
+    for key, (met, name) in [*named.items(), *rules.items()]:
+        if not met:
+            raise ValueError(f"{key}={getattr(config, key)} must be {name}")
 
 
 def resolve_device(name: str) -> tuple[torch.device, bool]:
@@ -62,22 +62,21 @@ def resolve_device(name: str) -> tuple[torch.device, bool]:
 
 
 def new_folder(out: str | os.PathLike) -> Path:
-    """Return the folder of a run, created if needed; raise ``ValueError`` if it is unusable or has a run's results."""
+    """Return the folder of a run with an empty metrics.jsonl; raise ``ValueError`` if it has one or is unusable."""
     folder = Path(out)
     try:
-        if not (taken := (folder / "metrics.jsonl").exists()):
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / METRICS).touch(exist_ok=False)
     except OSError as error:
-        raise ValueError(f"out={out} must be a writable folder: {error.strerror}") from None
-    if taken:
-        raise ValueError(f"out={out} must be a folder without results: it has metrics.jsonl of another run")
+        raise ValueError(f"out={out} must be a writable folder without results: {error}") from None
     return folder
 
 
-def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record for JSON, which has no NaN or infinity: such a number becomes ``None``."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+def append_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Append a line to metrics.jsonl; NaN and infinity, which JSON does not have, become null."""
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+    with (folder / METRICS).open("a") as file:
+        file.write(json.dumps(plain, allow_nan=False) + "\n")
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -92,37 +91,35 @@ def parse_config(
 ) -> tuple[Config, dict[str, str]]:
     """Return a config, and the source of each of its values: command line over environment over YAML file over default.
 
-    ``config`` is a dataclass of int, float, str and bool fields, or ``Optional`` of one, made by :func:`option`. Every
-    field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config`` names the file.
-    A refused value, from any source, ends the process with one line and exit code 1. From here on a warning, too, is
-    one line, without the line of source that Python adds.
+    ``config`` is a dataclass of int, float, str and bool fields, made by :func:`option`, with a field ``out`` that must
+    be set. Every field is an option, ``total_steps`` as ``--total-steps``; switches have ``--no-…`` too; ``--config``
+    names the file. A refused value, from any source, ends the process with one line and exit code 1. From here on a
+    warning, too, is one line, without the line of source that Python adds.
     """
     warnings.formatwarning = lambda message, *_, **__: f"{program}: {message}\n"
     settings = {"argument_default": argparse.SUPPRESS, "allow_abbrev": False}
     parser = OneLineParser(prog=program, description=description, **settings)
-    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of these options, with _ instead of -")
+    parser.add_argument("--config", metavar="FILE", help="YAML file of these options, with _ instead of -")
     for each in fields(config):
-        kind = next((kind for kind in get_args(each.type) if kind is not type(None)), each.type)
-        how = {"action": argparse.BooleanOptionalAction} if kind is bool else {"type": kind, "metavar": kind.__name__}
-        default = "" if each.default is None else f" ({each.default})"
+        boolean = {"action": argparse.BooleanOptionalAction}
+        how = boolean if each.type is bool else {"type": each.type, "metavar": each.type.__name__}
+        default = f" ({each.default})" if each.default != "" else ""
         parser.add_argument(f"--{each.name.replace('_', '-')}", help=each.metadata["help"] + default, **how)
     typed = vars(parser.parse_args(words))
     path = typed.pop("config", None)
     variables = {each.name: each.metadata["variable"] for each in fields(config) if each.metadata["variable"]}
     try:
-        read = OmegaConf.load(path) if path else {}
+        read = OmegaConf.to_container(OmegaConf.load(path), throw_on_missing=True) if path else {}
         environment = {name: environment_flag(variable) for name, variable in variables.items()}
         environment = {name: value for name, value in environment.items() if value is not None}
         merged = OmegaConf.merge(OmegaConf.structured(config), read)  # checks the file's names and types
-        if missing := OmegaConf.missing_keys(read) if path else ():
-            raise ValueError(f"--config {path}: {', '.join(sorted(missing))} must have a value instead of ???")
         chosen = config(**{**merged, **environment, **typed})
-    except OSError as error:
-        parser.error(f"--config {path}: {error.strerror}")
-    except (yaml.YAMLError, OmegaConfBaseException, OverflowError) as error:
+    except (OSError, yaml.YAMLError, OmegaConfBaseException, OverflowError) as error:
         parser.error(f"--config {path}: {error}")
     except ValueError as error:
         parser.error(str(error))
+    if not chosen.out:
+        parser.error("--out is missing: give a folder for the results")
     sources = dict.fromkeys((each.name for each in fields(config)), "default") | dict.fromkeys(read, f"config ({path})")
     sources |= {name: f"environment ({variables[name]})" for name in environment}
     return chosen, sources | dict.fromkeys(typed, "command line")

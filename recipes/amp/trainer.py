@@ -16,7 +16,7 @@ import platform
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Optional
 
@@ -25,20 +25,14 @@ import torch.distributed as dist
 from torch._dynamo import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 
-from recipes.amp.checkpoint import (
-    InvalidCheckpointError,
-    check_loadable,
-    check_model,
-    check_optimizer,
-    optimizer_identity,
-    read_checkpoint,
-    write_checkpoint,
-)
+from recipes.amp.checkpoint import InvalidCheckpointError, check_fits, read_checkpoint, write_checkpoint
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
-from recipes.amp.trainer_config import FP16TrainingConfig, resolve_precision
+from recipes.amp.options import check_values
 from verl.utils.precision import (
+    GradScalerConfig,
     LossScaleError,
     LossScaler,
+    Precision,
     dtype_name,
     first_nonfinite_gradient,
     gradient_norm,
@@ -49,6 +43,61 @@ from verl.utils.precision import (
 
 LossFunction = Callable[[torch.nn.Module, Any], torch.Tensor]
 COUNTERS = ("training_steps", "overflow_steps", "consecutive_skips")  # in a checkpoint
+
+
+@dataclass(frozen=True)
+class FP16TrainingConfig:
+    """Settings of training. Raises ``ValueError`` naming the key, its value and what is allowed."""
+
+    enabled: bool = True  # False trains in float32
+    dtype: str = "float16"  # what autocast computes in: float16, bfloat16 or float32
+    on_cpu: bool = False  # compute in dtype on a CPU too, where 16 bits are slow on most processors
+    loss_scale: float = 65536.0  # initial one; like the next four, for float16 only
+    growth_factor: float = 2.0  # of the scale, after growth_interval clean updates in a row
+    backoff_factor: float = 0.5  # of the scale, after an overflow
+    growth_interval: int = 2000
+    min_scale: float = 1.0
+    max_consecutive_skips: int = 32  # this many skipped updates in a row end the training, in any dtype
+    max_grad_norm: float = 1.0  # L2 norm to which the unscaled gradients are clipped; inf does not clip
+    accumulation_steps: int = 1  # micro-batches per update; their losses are averaged
+
+    def __post_init__(self):
+        to_dtype(self.dtype, "dtype")
+        try:
+            self.scaler  # noqa: B018
+        except ValueError as error:  # by the names of this config
+            raise ValueError(str(error).replace("grad_scaler.", "").replace("init_scale", "loss_scale")) from None
+        norm, parts = self.max_grad_norm, self.accumulation_steps
+        rules = {
+            "enabled": (isinstance(self.enabled, bool), "True or False"),
+            "on_cpu": (isinstance(self.on_cpu, bool), "True or False"),
+            "max_grad_norm": (type(norm) in (int, float) and norm > 0, "a positive number; inf does not clip"),
+            "accumulation_steps": (type(parts) is int and parts >= 1, "a whole number of at least 1"),
+        }
+        check_values(self, rules)
+
+    @property
+    def scaler(self) -> GradScalerConfig:
+        """Return the settings of the loss scaler."""
+        same = [each.name for each in fields(GradScalerConfig) if each.name != "init_scale"]
+        return GradScalerConfig(init_scale=self.loss_scale, **{name: getattr(self, name) for name in same})
+
+
+def resolve_precision(config: FP16TrainingConfig, device: torch.device) -> tuple[Precision, Optional[str]]:
+    """Return the precision on ``device`` and, where it is not the requested one, the reason."""
+    compute, fallback = to_dtype(config.dtype if config.enabled else "float32", "dtype"), None
+    if compute != torch.float32 and device.type == "cpu" and not config.on_cpu:
+        name = dtype_name(compute)
+        fallback = f"the model is on the CPU: training in float32, not {name} (to train in {name} anyway: on_cpu=True, "
+        fallback += "or a recipe's --device cpu)"
+    elif compute == torch.bfloat16 and device.type == "cuda":
+        if not torch.cuda.is_bf16_supported(including_emulation=False):
+            name = torch.cuda.get_device_name(device)
+            fallback = f"{name} has no bfloat16: training in float32 (float16 would work there)"
+    if fallback is not None:
+        compute = torch.float32
+    single = dict.fromkeys(("reduce", "buffer", "master", "base"), torch.float32)
+    return Precision(compute=compute, **single, loss_scaling=compute == torch.float16), fallback
 
 
 class FP16Trainer:
@@ -105,9 +154,7 @@ class FP16Trainer:
         """Run forward, backward and, with the last micro-batch of an update, the optimizer's step.
 
         ``compute_loss_fn`` returns the loss, 0-d, and runs under :meth:`autocast`. Errors: :meth:`backward_and_step`.
-
-        Returns:
-            the loss, detached, 0-d, fp32. :attr:`skipped` reports whether the update was skipped.
+        Returns the loss, detached, 0-d, fp32. :attr:`skipped` reports whether the update was skipped.
         """
         last = self._micro_steps + 1 == self.config.accumulation_steps
         local = self._ddp is not None and not last
@@ -127,25 +174,15 @@ class FP16Trainer:
             unchanged, the gradients of all its micro-batches are cleared, and in fp16 the scale falls.
 
         Raises:
-            ValueError: the loss is no scalar, or has no gradient.
             LossScaleError: in fp16, ``max_consecutive_skips`` updates in a row were skipped.
             FloatingPointError: the same in other dtypes.
         """
-        if not isinstance(loss, torch.Tensor) or loss.ndim != 0:
-            shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"{loss!r}"
-            raise ValueError(f"loss {shape} is not a scalar tensor: reduce it, for example with .mean()")
-        if not loss.requires_grad:
-            raise ValueError("loss has no gradient: it was computed under no_grad, or from detached tensors")
         loss = loss.float() / self.config.accumulation_steps
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
         self._micro_steps += 1
         if self._micro_steps < self.config.accumulation_steps:
             return True
         self._micro_steps = 0
-        self._update()
-        return not self.skipped
-
-    def _update(self) -> None:
         try:
             if self.scaler is not None:
                 self._count(self.scaler.clip_and_step(self.optimizer, self.module, self.config.max_grad_norm))
@@ -158,15 +195,15 @@ class FP16Trainer:
                 elif self.consecutive_skips >= self.config.max_consecutive_skips:
                     where = first_nonfinite_gradient(self.module.named_parameters())
                     raise FloatingPointError(
-                        f"{self.consecutive_skips} updates in a row had no finite gradients in "
-                        f"{dtype_name(self.precision.compute)} (max_consecutive_skips), "
-                        f"first non-finite gradient: {where}"
+                        f"{self.consecutive_skips} updates in a row (max_consecutive_skips) had no finite gradients in "
+                        f"{dtype_name(self.precision.compute)}, first non-finite gradient: {where}"
                     )
         except LossScaleError:
             self._count(math.inf)
             raise
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+        return not self.skipped
 
     def _count(self, norm: float) -> None:
         self.skipped = not math.isfinite(norm)
@@ -192,56 +229,51 @@ class FP16Trainer:
             "fallback": self.fallback,
         }
 
+    def _state(self) -> dict[str, Any]:
+        groups = [[self._names[parameter] for parameter in group["params"]] for group in self.optimizer.param_groups]
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "optimizer_of": {"class": type(self.optimizer).__name__, "groups": groups},
+        }
+
     def save_checkpoint(self, path: str | os.PathLike, extra: Optional[Mapping[str, Any]] = None) -> None:
         """Write model, optimizer, loss scaler, counters and provenance; completely, or not at all. DDP: on every rank.
 
         ``extra``, tensors and plain Python values, is what :meth:`load_checkpoint` returns. Gradients of an update that
         is being accumulated are not saved.
         """
-        extra = dict(extra or {})
-        check_loadable(extra)
+        provenance = {
+            "config": asdict(self.config),
+            "stats": self.get_stats(),
+            "torch": str(torch.__version__),
+            "python": platform.python_version(),
+            "patch_stamp": patch_stamp(),
+        }
+        saved = {
+            **self._state(),
+            "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "extra": dict(extra or {}),
+            "provenance": provenance,
+        }
         try:
             if not dist.is_initialized() or dist.get_rank() == 0:
-                self._write(Path(path), extra)
+                write_checkpoint(Path(path), saved)
         finally:  # or the others would wait for a rank that could not write
             if dist.is_initialized():
                 dist.barrier()
-
-    def _write(self, path: Path, extra: dict[str, Any]) -> None:
-        saved = {
-            "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "optimizer_of": optimizer_identity(self.optimizer, self._names),
-            "grad_scaler": self.scaler.state_dict() if self.scaler is not None else None,
-            "counters": {name: getattr(self, name) for name in COUNTERS},
-            "extra": extra,
-            "provenance": {
-                "config": asdict(self.config),
-                "stats": self.get_stats(),
-                "torch": str(torch.__version__),
-                "python": platform.python_version(),
-                "patch_stamp": patch_stamp(),
-            },
-        }
-        write_checkpoint(path, saved)
 
     def load_checkpoint(self, path: str | os.PathLike) -> dict[str, Any]:
         """Load what :meth:`save_checkpoint` wrote. The config stays this trainer's, and so does the optimizer's
         implementation (``fused``, ``foreach``); learning rate and the like are the checkpoint's.
 
         A checkpoint without a loss scale (of another dtype, or of a run that ended in :class:`LossScaleError`) loads
-        with a warning, and the scale starts at ``loss_scale``.
-
-        Returns:
-            the ``extra`` that was saved, on the CPU.
-
-        Raises:
-            InvalidCheckpointError: truncated, from a newer version, or of another model or optimizer. Nothing was
-                loaded.
+        with a warning, and the scale starts at ``loss_scale``. Returns the ``extra`` that was saved, on the CPU.
+        Raises ``InvalidCheckpointError``, and loads nothing, if it is truncated or of another model or optimizer.
         """
         saved = read_checkpoint(path)
-        check_model(saved["model"], self.module.state_dict(), path)
-        check_optimizer(saved, optimizer_identity(self.optimizer, self._names), path)
+        check_fits(saved, self._state(), path)
         scaler = self._new_scaler()
         try:
             load_scaler_state(scaler, saved.get("grad_scaler"), str(path))
@@ -271,13 +303,8 @@ def checked_names(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> 
         raise ValueError("the optimizer has parameters that are not the model's, whose overflows would go unnoticed")
     for parameter, name in names.items():
         if parameter.requires_grad and parameter not in trained:
-            raise ValueError(
-                f"{name} requires a gradient and is not in the optimizer, so nothing would clear it: add it there, or "
-                "freeze it with requires_grad_(False)"
-            )
+            raise ValueError(f"{name} requires a gradient and is not in the optimizer: add it, or freeze it")
         if parameter in trained and parameter.dtype != torch.float32:
-            raise ValueError(
-                f"{name} is {dtype_name(parameter.dtype)}: the optimizer's weights are the masters and must be "
-                "float32; leave out .half(), since autocast casts where it pays"
-            )
+            kind = dtype_name(parameter.dtype)
+            raise ValueError(f"{name} is {kind}: the optimizer's weights must be float32; leave out .half()")
     return names

@@ -6,16 +6,14 @@
 ``h[t+1] = GRU(h[t], [z[t], a[t]])`` with ``z[t]`` the encoded observation, or a learned vector where no observation is
 given. From ``h[t+1]`` three heads predict the next observation, the reward and the end of the episode. The first
 ``context`` observations of a trajectory are given; all later ones are predicted from the actions only. OUT gets
-metrics.jsonl, predictions.png and checkpoint.pt, which :meth:`WorldModel.load` reads.
+metrics.jsonl and checkpoint.pt, whose ``read_checkpoint(…)["extra"]["sizes"]`` are the arguments of WorldModel.
 """
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple, Optional
 
 import gymnasium
@@ -25,12 +23,9 @@ from gymnasium.spaces.utils import flatdim, flatten
 from torch import nn
 from torch.nn import functional as F
 
-from recipes.amp.checkpoint import InvalidCheckpointError, read_checkpoint
 from recipes.amp.environment import make_env, play_episode
-from recipes.amp.figure import plot_panels
-from recipes.amp.options import check_values, finite, new_folder, option, parse_config, resolve_device
-from recipes.amp.trainer import FP16Trainer
-from recipes.amp.trainer_config import FP16TrainingConfig
+from recipes.amp.options import append_record, check_values, new_folder, option, parse_config, resolve_device
+from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 from verl.utils.precision import LossScaleError
 
 PROGRAM = "recipes.amp.world_model"
@@ -42,7 +37,7 @@ class WorldModelConfig:
     """Settings of the collection of trajectories and of the training on them."""
 
     env: str = option("Pendulum-v1", "a Gymnasium environment")
-    out: str = option("", "a new folder for the results", "a folder: --out DIR")
+    out: str = option("", "a new folder for the results")
     seed: int = option(0, "seed of the environment, the policy, the weights and the batches", "from 0 to 2147483647")
     device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")
     dtype: str = option("float16", "float16, bfloat16 or float32")
@@ -58,8 +53,8 @@ class WorldModelConfig:
     loss_scale: float = option(65536.0, "initial loss scale, in float16")
 
     def __post_init__(self):
-        allowed = f"at least 1 and below length={self.length}"
-        check_values(self, {"context": (lambda context: 1 <= context < self.length, allowed)})
+        context = (1 <= self.context < self.length, f"at least 1 and below length={self.length}")
+        check_values(self, {"context": context})
         self.trainer  # noqa: B018
 
     @property
@@ -77,35 +72,27 @@ class Trajectories(NamedTuple):
     ends: torch.Tensor  # (N, T), 1 where the environment terminated; a time limit does not
     valid: torch.Tensor  # (N, T), 1 where there is a step
 
-    def at(self, rows: torch.Tensor) -> "Trajectories":
-        """Return the stretches at these indices."""
-        return Trajectories(*(each[rows] for each in self))
-
-    def to(self, device: torch.device) -> "Trajectories":
-        """Return the stretches on ``device``."""
-        return Trajectories(*(each.to(device) for each in self))
+    def select(self, rows: torch.Tensor, device: torch.device) -> "Trajectories":
+        """Return the stretches at these indices, on ``device``."""
+        return Trajectories(*(each[rows].to(device) for each in self))
 
 
 def collect(
-    env: str | gymnasium.Env, steps: int, seed: int, length: int, policy: Optional[Callable[[Any], Any]] = None
+    env: gymnasium.Env, steps: int, seed: int, length: int, policy: Optional[Callable[[Any], Any]] = None
 ) -> Trajectories:
-    """Act in an environment, or one of this name, for ``steps`` steps, in episodes from the resets of ``seed``.
+    """Act in an environment for ``steps`` steps, in episodes from the resets of ``seed``.
 
     An episode of more than ``length`` steps (T) continues in the next stretch. Spaces other than boxes are flattened as
     Gymnasium does. Without a ``policy`` (observation -> action), actions are sampled.
     """
-    env = make_env(env) if isinstance(env, str) else env
-    name = env.spec.id if env.spec is not None else type(env.unwrapped).__name__
     env.action_space.seed(seed)
     policy = policy or (lambda observation: env.action_space.sample())
     stretches: list[list[tuple]] = []
     remaining = steps
     while remaining:
-        episode = play_episode(env, policy, seed if remaining == steps else None, f"env={name}")
-        played = list(islice(episode, remaining))
+        played = list(islice(play_episode(env, policy, seed if remaining == steps else None), remaining))
         remaining -= len(played)
         stretches += [played[first : first + length] for first in range(0, len(played), length)]
-    env.close()
     shapes = (length + 1, flatdim(env.observation_space)), (length, flatdim(env.action_space)), *[(length,)] * 3
     data = Trajectories(*(torch.zeros(len(stretches), *shape) for shape in shapes))
     for row, taken in enumerate(stretches):
@@ -181,16 +168,6 @@ class WorldModel(nn.Module):
         observation = observation * self.observation_std + self.observation_mean
         return Prediction(observation, reward * self.reward_std + self.reward_mean, end.sigmoid())
 
-    @classmethod
-    def load(cls, path: str | Path) -> "WorldModel":
-        """Return the model of a checkpoint of this recipe, on the CPU."""
-        saved = read_checkpoint(path)
-        if "sizes" not in saved["extra"]:
-            raise InvalidCheckpointError(f"{path}: not a checkpoint of a world model")
-        model = cls(**saved["extra"]["sizes"])
-        model.load_state_dict(saved["model"])
-        return model
-
 
 def mean_over(values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Return the mean of values (N, T) by weights (N, T); 0 where all weights are 0."""
@@ -204,10 +181,9 @@ def world_model_loss(model: nn.Module, batch: Trajectories, context: int = CONTE
     entropy of the end.
     """
     predicted = model(batch.observations, batch.actions, context)
-    owner = model.module if hasattr(model, "module") else model
     with torch.autocast(batch.rewards.device.type, enabled=False):
-        observations = (batch.observations[:, 1:] - owner.observation_mean) / owner.observation_std
-        rewards = (batch.rewards - owner.reward_mean) / owner.reward_std
+        observations = (batch.observations[:, 1:] - model.observation_mean) / model.observation_std
+        rewards = (batch.rewards - model.reward_mean) / model.reward_std
         error = (predicted.observations - observations).square().mean(-1) + (predicted.rewards - rewards).square()
         error = error + F.binary_cross_entropy_with_logits(predicted.ends, batch.ends, reduction="none")
         parts = slice(None, context), slice(context, None)
@@ -221,20 +197,15 @@ def open_loop_errors(model: WorldModel, data: Trajectories, context: int) -> dic
     observations that are predicted by their mean, and by the last one of the context.
     """
     predicted = model.predict(data.observations, data.actions, context)
-    true, last = data.observations[:, 1:], data.observations[:, context - 1 : context].expand_as(predicted.observations)
-    valid = data.valid[:, context:]
-
-    def error(guess: torch.Tensor) -> float:
-        squared = ((guess - true) / model.observation_std).square().mean(-1)
-        return mean_over(squared[:, context:], valid).sqrt().item()
-
-    rewards = ((predicted.rewards - data.rewards) / model.reward_std).square()[:, context:]
-    return {
-        "model": error(predicted.observations),
-        "mean": error(model.observation_mean.expand_as(true)),
-        "last_value": error(last),
-        "reward": mean_over(rewards, valid).sqrt().item(),
+    true, last = data.observations[:, 1:], data.observations[:, context - 1 : context]
+    squares = {
+        "model": ((predicted.observations - true) / model.observation_std).square().mean(-1),
+        "mean": ((model.observation_mean - true) / model.observation_std).square().mean(-1),
+        "last_value": ((last - true) / model.observation_std).square().mean(-1),
+        "reward": ((predicted.rewards - data.rewards) / model.reward_std).square(),
     }
+    valid = data.valid[:, context:]
+    return {name: mean_over(each[:, context:], valid).sqrt().item() for name, each in squares.items()}
 
 
 def new_trainer(config: WorldModelConfig, data: Trajectories) -> FP16Trainer:
@@ -250,14 +221,14 @@ def train(
     trainer: FP16Trainer, config: WorldModelConfig, data: Trajectories, held_out: Trajectories
 ) -> Iterator[dict[str, Any]]:
     """Train, and yield a row of metrics per epoch; errors on the held-out data are in the trainer's dtype too."""
-    data, held_out = data.to(trainer.device), held_out.to(trainer.device)
+    held_out = held_out.select(torch.arange(len(held_out.rewards)), trainer.device)
     order = torch.Generator().manual_seed(config.seed)
     for epoch in range(1, config.epochs + 1):
         began, before, losses = time.perf_counter(), trainer.overflow_steps, []
         for group in trainer.optimizer.param_groups:
             group["lr"] = config.lr * (1 - (epoch - 1) / config.epochs)
         for rows in torch.randperm(len(data.rewards), generator=order).split(config.batch_size):
-            batch = data.at(rows.to(trainer.device))
+            batch = data.select(rows, trainer.device)
             losses.append(trainer.training_step(batch, lambda *given: world_model_loss(*given, config.context)))
         with trainer.autocast():
             errors = open_loop_errors(trainer.module, held_out, config.context)
@@ -275,50 +246,29 @@ def train(
         }
 
 
-def plot_predictions(
-    model: WorldModel, data: Trajectories, context: int, rows: list[dict[str, Any]], title: str, path: Path
-) -> None:
-    """Plot true and predicted observations of the longest trajectory, at most three components, and the training."""
-    longest = data.at(data.valid.sum(1).argmax()[None])
-    predicted = model.predict(longest.observations, longest.actions, context).observations[0]
-    steps, panels = int(longest.valid.sum()), {}
-    for component in range(min(predicted.shape[-1], 3)):
-        panels[f"observation {component}, from step {context} on predicted"] = {
-            "true": (range(steps + 1), longest.observations[0, : steps + 1, component]),
-            "predicted": (range(1, steps + 1), predicted[:steps, component]),
-        }
-    errors = ("error/last_value", "error/model", "error/mean")
-    for name, keys in {"loss": ["train_loss"], "held-out error (std)": errors, "overflows": ["overflow_steps"]}.items():
-        panels[f"{name}, by epoch"] = {key: ([r["epoch"] for r in rows], [r[key] for r in rows]) for key in keys}
-    plot_panels(panels, title, path)
-
-
 def run(config: WorldModelConfig) -> list[dict[str, Any]]:
-    """Collect, train, evaluate and plot, into ``config.out``, and return the rows of metrics.jsonl, one an epoch."""
-    held_out = collect(config.env, config.held_out_steps, config.seed + 1, config.length)
+    """Collect, train and evaluate, into ``config.out``, and return the rows of metrics.jsonl, one an epoch."""
+    env = make_env(config.env)
+    held_out = collect(env, config.held_out_steps, config.seed + 1, config.length)
     if not held_out.valid[:, config.context :].any():
         longest = int(held_out.valid.sum(1).max())
         raise ValueError(f"context={config.context} must be below {longest}, the longest held-out trajectory")
     out = new_folder(config.out)
-    data = collect(config.env, config.steps, config.seed, config.length)
+    data = collect(env, config.steps, config.seed, config.length)
     trainer, rows = new_trainer(config, data), []
     print(f"{int(data.valid.sum())} steps in {len(data.valid)} trajectories of {config.env}", flush=True)
-    with (out / "metrics.jsonl").open("w") as file:
-        for row in train(trainer, config, data, held_out):
-            rows.append(row)
-            file.write(json.dumps(finite(row), allow_nan=False) + "\n")
-            file.flush()
-            print(
-                f"epoch {row['epoch']}/{config.epochs} loss {row['train_loss']:.4f} open-loop error "
-                f"{row['error/model']:.3f} (mean {row['error/mean']:.3f}, last value {row['error/last_value']:.3f}) "
-                f"overflows {row['overflow_steps']} scale {row['loss_scale']:g} {row['effective_dtype']} "
-                f"{row['seconds']:.1f} s",
-                flush=True,
-            )
+    for row in train(trainer, config, data, held_out):
+        rows.append(row)
+        append_record(out, row)
+        print(
+            f"epoch {row['epoch']}/{config.epochs} loss {row['train_loss']:.4f} open-loop error "
+            f"{row['error/model']:.3f} (mean {row['error/mean']:.3f}, last value {row['error/last_value']:.3f}) "
+            f"overflows {row['overflow_steps']} scale {row['loss_scale']:g} {row['effective_dtype']} "
+            f"{row['seconds']:.1f} s",
+            flush=True,
+        )
     trainer.save_checkpoint(out / "checkpoint.pt", {"config": asdict(config), "sizes": trainer.module.sizes})
-    title = f"{config.env}, trained in {rows[-1]['effective_dtype']}, {config.context} observations given"
-    plot_predictions(trainer.module.cpu(), held_out, config.context, rows, title, out / "predictions.png")
-    print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}")
+    print(out / "checkpoint.pt")
     return rows
 
 

@@ -8,7 +8,7 @@ In a deterministic environment, a seed and the actions replay a trajectory. So a
 continued differently: by the same policy (revision) or another member's (recombination). The result is kept if its
 return is higher. Members clone the pool of the best trajectories of all generations, weighted by return, with
 :class:`recipes.amp.trainer.FP16Trainer`, and mutated copies of the best replace the worst members. OUT gets
-metrics.jsonl, evolution.png and best.pt, the checkpoint of the last generation's best member, which
+metrics.jsonl and best.pt, the checkpoint of the last generation's best member, which
 ``Policy(env, hidden).load_state_dict(read_checkpoint("best.pt")["model"])`` loads.
 
 After SE-Agent (arXiv 2508.02085), which does so with the trajectories of a language model. Each member runs in a Ray
@@ -16,56 +16,56 @@ task; the nodes of a cluster (--address) need this checkout. The driver decides 
 environment is not read.
 """
 
-import json
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+import gymnasium
 import numpy as np
 import ray
 import torch
 
-from recipes.amp.evolution.member import EvolutionConfig, Member, mutated, run_generation
-from recipes.amp.evolution.trajectory import ORIGINS, Policy, Trajectory, replayable_env
-from recipes.amp.figure import plot_panels
-from recipes.amp.options import finite, new_folder, parse_config
+from recipes.amp.environment import make_env
+from recipes.amp.evolution.member import (
+    BRANCHES,
+    EvolutionConfig,
+    Member,
+    Policy,
+    Trajectory,
+    branch,
+    mutated,
+    play,
+    run_generation,
+)
+from recipes.amp.options import append_record, new_folder, parse_config
 from verl.utils.precision import LossScaleError
 
 PROGRAM = "recipes.amp.evolution"
 QUIET = {"logging_level": "ERROR", "log_to_driver": False}
 
 
-def choose_device(config: EvolutionConfig, nodes: Sequence[dict[str, float]]) -> str:
-    """Return the workers' device, cpu or cuda, from the resources of each node of the cluster.
+def replayable_env(name: str, seed: int) -> gymnasium.Env:
+    """Make an environment of discrete actions, and check that another instance replays two of its trajectories."""
+    first, second = make_env(name), make_env(name)
+    if not isinstance(first.action_space, gymnasium.spaces.Discrete):
+        raise ValueError(f"env={name} has actions {first.action_space}: choose an environment with discrete actions")
+    policy, rng = Policy(first, 1), np.random.default_rng(seed)
+    for each in (seed, seed + 1):
+        branch(second, policy, play(first, policy, each, rng), rng)
+    return first
 
-    Refuse a task that fits no node: Ray would wait for one indefinitely.
+
+def start_ray(config: EvolutionConfig) -> str:
+    """Start Ray here, or connect to ``config.address``; return the workers' device, cpu or cuda.
+
+    A session that runs is used. A task that fits no node is refused: Ray would wait for one indefinitely.
     """
-    gpus = max((node.get("GPU", 0) for node in nodes if node.get("CPU", 0) >= 1), default=None)
-    if gpus is None:
-        raise ValueError(f"address={config.address} must be a Ray cluster with at least one CPU")
-    if config.device == "cuda" and not gpus:
-        raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
-    if config.device == "cpu" or not gpus:
-        return "cpu"
-    if config.gpus > gpus:
-        raise ValueError(f"gpus={config.gpus} must be at most {gpus:g}, the GPUs of one node of this Ray cluster")
-    return "cuda"
-
-
-@contextmanager
-def ray_session(config: EvolutionConfig) -> Iterator[str]:
-    """Run the body with Ray, started here or at ``config.address``; a running session is used, and left running.
-
-    Yields the workers' device.
-    """
-    started = not ray.is_initialized()
-    if started and config.address is None:
-        ray.init(address="local", num_cpus=config.cpus, include_dashboard=False, **QUIET)
-    elif started:
+    if not ray.is_initialized() and not config.address:
+        ray.init(address="local", include_dashboard=False, **QUIET)
+    elif not ray.is_initialized():
         host, _, port = config.address.rpartition(":")
         try:
             if port.isdigit() and "/" not in host:  # Ray itself would wait for minutes
@@ -74,11 +74,10 @@ def ray_session(config: EvolutionConfig) -> Iterator[str]:
         except (OSError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"address={config.address} must be a Ray cluster: {reason}") from None
-    try:
-        yield choose_device(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
-    finally:
-        if started:
-            ray.shutdown()
+    has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
+    if config.device == "cuda" and not has_gpu:
+        raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")
+    return "cuda" if has_gpu and config.device != "cpu" else "cpu"
 
 
 def select(trajectories: Sequence[Trajectory], number: int) -> list[Trajectory]:
@@ -94,7 +93,7 @@ def next_generation(
     best, following = members[ranked[0]], list(members)
     for place in ranked[len(ranked) - config.replaced :]:
         seed = np.random.SeedSequence((config.seed, generation, place, 1)).generate_state(1)
-        following[place] = mutated(best, config.mutation, int(seed[0]), generation + 1)
+        following[place] = mutated(best, config.mutation, int(seed[0]))
     return best, following
 
 
@@ -103,31 +102,15 @@ def generation_row(generation: int, members: Sequence[dict[str, Any]], pool: Seq
     returns = [row["return_mean"] for row in members]
     row = {"kind": "generation", "generation": generation}
     row |= {"best": max(returns), "median": median(returns), "worst": min(returns), "pool_worst": pool[-1].total}
-    row["pool"] = {origin: sum(each.origin == origin for each in pool) for origin in ORIGINS}
-    for origin in ORIGINS[1:]:
+    for origin in BRANCHES:
         row[origin] = {key: sum(each[origin][key] for each in members) for key in ("tried", "kept", "gained")}
     row["overflow_steps"] = sum(each["overflow_steps"] for each in members)
     row["effective_dtypes"] = sorted({each["effective_dtype"] for each in members if each["effective_dtype"]})
-    row["fallback"] = next((each["fallback"] for each in members if each["fallback"] is not None), None)
-    return row | {"workers": len({(each["host"], each["pid"]) for each in members})}
-
-
-def progress_line(row: dict[str, Any], config: EvolutionConfig, source: str) -> str:
-    """Return a line on a generation."""
-    tried = ", ".join(
-        f"{origin} {row[origin]['kept']}/{row[origin]['tried']} +{row[origin]['gained']:.0f}" for origin in ORIGINS[1:]
-    )
-    dtypes = "+".join(row["effective_dtypes"]) or "not trained yet"
-    return (
-        f"generation {row['generation']}/{config.generations}: return best {row['best']:.1f} median "
-        f"{row['median']:.1f} worst {row['worst']:.1f}, pool from {row['pool_worst']:.0f}, {tried}, overflows "
-        f"{row['overflow_steps']}, fp16_training={config.fp16_training} by {source}, {dtypes}, {row['workers']} "
-        f"workers, {row['seconds']:.1f} s"
-    )
+    return row | {"fallback": next((each["fallback"] for each in members if each["fallback"] is not None), None)}
 
 
 def evolve(config: EvolutionConfig, source: str = "default") -> list[dict[str, Any]]:
-    """Evolve a population for ``config.generations``; metrics, figure and the best member go to ``config.out``.
+    """Evolve a population for ``config.generations``; metrics and the best member go to ``config.out``.
 
     Returns the rows of metrics.jsonl: one a member and one a generation, by ``kind``. ``source`` is that of
     ``config.fp16_training``.
@@ -135,38 +118,35 @@ def evolve(config: EvolutionConfig, source: str = "default") -> list[dict[str, A
     env = replayable_env(config.env, config.seed)
     torch.manual_seed(config.seed)
     population = [Member(dict(Policy(env, config.hidden).state_dict())) for _ in range(config.population)]
-    pool, rows, summaries = [], [], []
-    with ray_session(config) as device:
-        out = new_folder(config.out)
-        task = ray.remote(run_generation).options(num_gpus=config.gpus if device == "cuda" else 0)
-        with (out / "metrics.jsonl").open("w") as file:
-            for generation in range(config.generations + 1):
-                began = time.perf_counter()
-                shared = [ray.put(each) for each in (population, pool)]
-                calls = [
-                    task.remote(config, source, device, generation, index, *shared) for index in range(len(population))
-                ]
-                members, trajectories, member_rows = zip(*ray.get(calls), strict=True)
-                pool = select([*(each for several in trajectories for each in several), *pool], config.elites)
-                summaries.append(generation_row(generation, member_rows, pool))
-                summaries[-1]["seconds"] = round(time.perf_counter() - began, 3)
-                for row in (*member_rows, summaries[-1]):
-                    rows.append(row)
-                    file.write(json.dumps(finite(row), allow_nan=False) + "\n")
-                file.flush()
-                if generation == 1 and summaries[-1]["fallback"] is not None:
-                    print(summaries[-1]["fallback"])
-                print(progress_line(summaries[-1], config, source), flush=True)
-                returns = [row["return_mean"] for row in member_rows]
-                best, population = next_generation(config, generation, members, returns)
+    pool, rows = [], []
+    device = start_ray(config)
+    out = new_folder(config.out)
+    task = ray.remote(run_generation).options(num_gpus=config.gpus if device == "cuda" else 0)
+    for generation in range(config.generations + 1):
+        began = time.perf_counter()
+        shared = [ray.put(each) for each in (population, pool)]
+        calls = [task.remote(config, device, generation, index, *shared) for index in range(len(population))]
+        members, trajectories, member_rows = zip(*ray.get(calls), strict=True)
+        pool = select([*(each for several in trajectories for each in several), *pool], config.elites)
+        summary = generation_row(generation, member_rows, pool)
+        summary["seconds"] = round(time.perf_counter() - began, 3)
+        for row in (*member_rows, summary):
+            rows.append(row)
+            append_record(out, row)
+        if generation == 1 and summary["fallback"] is not None:
+            print(summary["fallback"])
+        kept = ", ".join(f"{origin} {summary[origin]['kept']}/{summary[origin]['tried']}" for origin in BRANCHES)
+        print(
+            f"generation {generation}/{config.generations}: return best {summary['best']:.1f} median "
+            f"{summary['median']:.1f} worst {summary['worst']:.1f}, {kept}, overflows {summary['overflow_steps']}, "
+            f"fp16_training={config.fp16_training} by {source}, "
+            f"{'+'.join(summary['effective_dtypes']) or 'not trained yet'}, {summary['seconds']:.1f} s",
+            flush=True,
+        )
+        returns = [row["return_mean"] for row in member_rows]
+        best, population = next_generation(config, generation, members, returns)
     (out / "best.pt").write_bytes(best.checkpoint)
-    x, panels = [row["generation"] for row in summaries], {}
-    panels["mean return of a member"] = {key: (x, [r[key] for r in summaries]) for key in ("best", "median", "worst")}
-    panels["return gained by branches"] = {key: (x, [r[key]["gained"] for r in summaries]) for key in ORIGINS[1:]}
-    dtypes = "+".join(sorted({dtype for row in summaries for dtype in row["effective_dtypes"]}))
-    title = f"{config.env}, {config.population} members, trained in {dtypes}, seed {config.seed}; by generation"
-    plot_panels(panels, title, out / "evolution.png")
-    print(f"{out}: {', '.join(sorted(file.name for file in out.iterdir()))}", flush=True)
+    print(out / "best.pt", flush=True)
     return rows
 
 

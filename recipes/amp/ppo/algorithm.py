@@ -1,22 +1,25 @@
-"""PPO: settings, networks, loss, rollout, update and evaluation.
+"""PPO: settings, environments, network, loss, rollout, update and evaluation.
 
 Schulman et al. 2017, arXiv 1707.06347; generalized advantages: Schulman et al. 2016, arXiv 1506.02438.
 """
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, NamedTuple, Optional
 
+import gymnasium
 import numpy as np
 import torch
+from gymnasium.spaces.utils import flatdim
+from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers.vector import FlattenObservation
 
+from recipes.amp.environment import InvalidEnvironmentError, make_env
 from recipes.amp.options import check_values, environment_flag, option, resolve_device
-from recipes.amp.ppo.environments import Environments
-from recipes.amp.trainer import FP16Trainer
-from recipes.amp.trainer_config import FP16TrainingConfig, resolve_precision
+from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig, resolve_precision
 
 KILL_SWITCH = "DISABLE_AMP"
 RETURN_WINDOW = 100  # episodes that return_mean is the mean of
@@ -28,8 +31,8 @@ STATS = ("effective_dtype", "effective_dtype_share", "fallback", "overflow_steps
 class PPOConfig:
     """All settings of a run; every field is an option of the command line."""
 
-    env: str = option("CartPole-v1", "Gymnasium's name, or module:name; with Discrete or MultiDiscrete actions")
-    out: Optional[str] = option(None, "folder for metrics and checkpoint; a new one unless --resume is given")
+    env: str = option("CartPole-v1", "Gymnasium's name, or module:name; with Discrete actions")
+    out: str = option("", "folder for metrics and checkpoint; a new one unless --resume is given")
     use_amp: bool = option(False, f"autocast to --dtype; {KILL_SWITCH}=1 in the environment overrules it")
     dtype: str = option("float16", "dtype of --use-amp: float16 or bfloat16")
     device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")
@@ -54,14 +57,15 @@ class PPOConfig:
     loss_scale: float = option(65536.0, "initial loss scale, in float16")
 
     def __post_init__(self):
-        batch = self.num_envs * self.num_steps
-        parts = f"a divisor of num_envs * num_steps = {batch} into parts of at least 4"
+        batch, parts = self.num_envs * self.num_steps, self.minibatches
+        divisor = f"a divisor of num_envs * num_steps = {batch} into parts of at least 4"
+        allowed = "float16 or bfloat16; float32: without --use-amp"
         rules = {
-            "dtype": (lambda name: name in ("float16", "bfloat16"), "float16 or bfloat16; float32: without --use-amp"),
-            "clip": (lambda value: 0 < value < 1, "between 0 and 1"),
-            "num_steps": (lambda steps: steps >= 2, "at least 2: the step after an episode's last is a reset"),
-            "total_steps": (lambda steps: steps >= batch, f"at least num_envs * num_steps = {batch}"),
-            "minibatches": (lambda number: batch % number == 0 and batch // number >= 4, parts),
+            "dtype": (self.dtype in ("float16", "bfloat16"), allowed),
+            "clip": (0 < self.clip < 1, "between 0 and 1"),
+            "num_steps": (self.num_steps >= 2, "at least 2: the step after an episode's last is a reset"),
+            "total_steps": (self.total_steps >= batch, f"at least num_envs * num_steps = {batch}"),
+            "minibatches": (parts >= 1 and batch % parts == 0 and batch // parts >= 4, divisor),
         }
         check_values(self, rules)
         self.training(False)
@@ -78,13 +82,56 @@ class PPOConfig:
         return FP16TrainingConfig(enabled=amp, on_cpu=resolve_device(self.device)[1], **same)
 
 
-class Agent(torch.nn.Module):
-    """A policy with a head for each factor of the action, and a separate value network; orthogonal initial weights.
+class Environments:
+    """A vector environment of tensors; the step after an episode's last is a reset (Gymnasium's NEXT_STEP).
 
-    ``factors`` are the numbers of choices of each factor of an action; a Discrete action is one factor.
+    So an episode's last observation is part of the rollout, and bootstrapping from it needs no extra forward.
+    ``largest`` is the absolute value of an observation that the networks can represent.
     """
 
-    def __init__(self, inputs: int, factors: Sequence[int], hidden: int, layers: int, generator: torch.Generator):
+    def __init__(self, env: str, number: int, device: torch.device, largest: float):
+        self.env, self.number, self.device, self.largest, self.step_number = env, number, device, largest, 0
+        vector = make_env(env, gymnasium.make_vec, num_envs=number)
+        if vector.metadata["autoreset_mode"] != AutoresetMode.NEXT_STEP:
+            raise InvalidEnvironmentError(f"env={env}: its vector environment must reset in mode NEXT_STEP")
+        if not isinstance(vector.single_observation_space, gymnasium.spaces.Box):
+            vector = FlattenObservation(vector)
+        acted = vector.single_action_space
+        if not isinstance(acted, gymnasium.spaces.Discrete):
+            raise InvalidEnvironmentError(f"env={env}: actions are {acted}, but must be Discrete")
+        self.vector, self.choices, self.start = vector, int(acted.n), acted.start
+        self.inputs = flatdim(vector.single_observation_space)
+
+    def reset(self, seed: int) -> torch.Tensor:
+        """Reset all environments, and return their observations (N, inputs), fp32."""
+        return self._flat(self.vector.reset(seed=seed)[0])
+
+    def step(self, actions: torch.Tensor) -> tuple[torch.Tensor, np.ndarray, np.ndarray, np.ndarray]:
+        """Take actions (N,), and return the next observations; rewards, terminated and truncated, (N,) each."""
+        observations, rewards, terminated, truncated, _ = self.vector.step(actions.cpu().numpy() + self.start)
+        self.step_number += 1
+        self._check("reward", rewards, np.isfinite(rewards), "finite")
+        return self._flat(observations), rewards, terminated, truncated
+
+    def _flat(self, observations: np.ndarray) -> torch.Tensor:
+        flat = np.asarray(observations, dtype=np.float32).reshape(self.number, self.inputs)
+        representable = np.abs(flat) <= self.largest  # false of NaN
+        self._check("observation", flat, representable, f"finite and at most {self.largest:.5g}")
+        return torch.from_numpy(flat).to(self.device)
+
+    def _check(self, name: str, values: np.ndarray, good: np.ndarray, allowed: str) -> None:
+        if not good.all():
+            index, *place = np.argwhere(~good)[0].tolist()
+            raise InvalidEnvironmentError(
+                f"env={self.env}: {name}{place or ''} of environment {index} (of {self.number}) at step "
+                f"{self.step_number} is {values[(index, *place)]}: must be {allowed}"
+            )
+
+
+class Agent(torch.nn.Module):
+    """A policy and a separate value network; orthogonal initial weights."""
+
+    def __init__(self, inputs: int, choices: int, hidden: int, layers: int, generator: torch.Generator):
         super().__init__()
 
         def linear(inputs: int, outputs: int, gain: float) -> torch.nn.Linear:
@@ -98,42 +145,27 @@ class Agent(torch.nn.Module):
             return torch.nn.Sequential(*(m for a, b in sizes for m in (linear(a, b, 2**0.5), torch.nn.Tanh())))
 
         self.policy, self.value = body(), body()
-        self.policy_heads = torch.nn.ModuleList(linear(hidden, choices, 0.01) for choices in factors)
-        self.value_head = linear(hidden, 1, 1.0)
+        self.policy_head, self.value_head = linear(hidden, choices, 0.01), linear(hidden, 1, 1.0)
 
     def forward(self, observations: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """observations (N, inputs) -> logits (N, sum of factors) and values (N,), both fp32."""
-        features = self.policy(observations)
-        logits = torch.cat([head(features) for head in self.policy_heads], -1)
-        return logits.float(), self.value_head(self.value(observations)).squeeze(-1).float()
+        """observations (N, inputs) -> log-probabilities (N, choices) and values (N,), both fp32."""
+        logits = self.policy_head(self.policy(observations)).float()  # or exp would overflow in fp16
+        return logits.log_softmax(-1), self.value_head(self.value(observations)).squeeze(-1).float()
 
 
 class RolloutBatch(NamedTuple):
     """Steps of a rollout without those that reset, of B rows; floats are fp32."""
 
     observations: torch.Tensor  # (B, inputs)
-    allowed: torch.Tensor  # (B, sum of factors), bool
-    actions: torch.Tensor  # (B, factors), int64
+    actions: torch.Tensor  # (B,), int64
     log_probs: torch.Tensor  # (B,), of the policy that acted
     advantages: torch.Tensor  # (B,), of mean 0 and variance 1
     returns: torch.Tensor  # (B,)
 
 
-def masked_log_softmax(logits: torch.Tensor, allowed: torch.Tensor, factors: Sequence[int]) -> list[torch.Tensor]:
-    """Return the log-probabilities (N, choices), fp32, of each factor's choices; masked choices have probability 0.
-
-    ``logits`` and ``allowed`` are (N, sum of factors), fp32 and bool. A masked logit becomes fp32's least: a finite
-    number, so that entropy and gradients stay finite.
-    """
-    assert logits.dtype == torch.float32, logits.dtype
-    masked = logits.masked_fill(~allowed, torch.finfo(torch.float32).min)
-    return [part.log_softmax(-1) for part in masked.split(list(factors), -1)]
-
-
-def joint_log_prob(log_probs: Sequence[torch.Tensor], actions: torch.Tensor) -> torch.Tensor:
-    """Return the log-probability (N,) of whole actions (N, factors): the sum over factors."""
-    chosen = (each.gather(-1, action) for each, action in zip(log_probs, actions.split(1, -1), strict=True))
-    return sum(chosen).squeeze(-1)
+def of_actions(log_probs: torch.Tensor, actions: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities (N,) of the actions (N,) from those of all choices (N, choices)."""
+    return log_probs.gather(-1, actions[:, None]).squeeze(-1)
 
 
 def generalized_advantages(
@@ -155,16 +187,15 @@ def generalized_advantages(
 
 
 def ppo_loss(
-    logits: torch.Tensor, values: torch.Tensor, batch: RolloutBatch, factors: Sequence[int], config: PPOConfig
+    log_probs: torch.Tensor, values: torch.Tensor, batch: RolloutBatch, config: PPOConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return PPO's clipped loss, 0-d, fp32, and its terms for a logger, 0-d each."""
-    log_probs = masked_log_softmax(logits, batch.allowed, factors)
-    difference = joint_log_prob(log_probs, batch.actions) - batch.log_probs
+    difference = of_actions(log_probs, batch.actions) - batch.log_probs
     ratio = difference.exp()
     clipped = ratio.clamp(1 - config.clip, 1 + config.clip)
     policy_loss = -torch.minimum(ratio * batch.advantages, clipped * batch.advantages).mean()
     value_loss = (values - batch.returns).square().mean()
-    entropy = -sum((each.exp() * each).sum(-1) for each in log_probs).mean()
+    entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
     loss = policy_loss + config.value_coefficient * value_loss - config.entropy_coefficient * entropy
     terms = {
         "policy_loss": policy_loss,
@@ -190,7 +221,7 @@ class PPO:
         self.envs = Environments(config.env, config.num_envs, self.device, self.largest)
         np.random.seed(config.seed)  # for environments that draw from it
         first = torch.Generator().manual_seed(config.seed)
-        self.agent = Agent(self.envs.inputs, self.envs.factors, config.hidden, config.layers, first).to(self.device)
+        self.agent = Agent(self.envs.inputs, self.envs.choices, config.hidden, config.layers, first).to(self.device)
         optimizer = torch.optim.Adam(self.agent.parameters(), lr=config.learning_rate, eps=1e-5, fused=True)
         self.trainer = FP16Trainer(self.agent, optimizer, training)
         if config.compile:
@@ -204,7 +235,7 @@ class PPO:
     def restart_environments(self) -> None:
         """Reset the environments, to other states each time that the run is resumed."""
         seed = np.random.SeedSequence((self.config.seed, self.updates)).generate_state(1)
-        self.state = self.envs.reset(int(seed[0]))
+        self.observations = self.envs.reset(int(seed[0]))
         self._resets = np.zeros(self.config.num_envs, dtype=bool)  # whether the next step is one
         self._return_so_far = np.zeros(self.config.num_envs)
 
@@ -219,21 +250,20 @@ class PPO:
         # A separate region, which casts the weights once; the trainer's own region observes the effective dtype.
         with torch.no_grad(), self.trainer.precision.autocast(self.device.type):
             for _ in range(self.config.num_steps):
-                state = self.state
-                logits, values = self.agent(state.observations)
-                log_probs = masked_log_softmax(logits, state.allowed, self.envs.factors)
-                actions = torch.cat([p.exp().multinomial(1, generator=self.generator) for p in log_probs], -1)
-                self.state, rewards, terminated, truncated = self.envs.step(actions)
+                observations = self.observations
+                log_probs, values = self.agent(observations)
+                actions = log_probs.exp().multinomial(1, generator=self.generator).squeeze(-1)
+                self.observations, rewards, terminated, truncated = self.envs.step(actions)
                 ended = terminated | truncated
+                acted = (observations, actions, of_actions(log_probs, actions), values)
                 outcome = (rewards.astype(np.float32), terminated, ended, ~self._resets)
-                log_prob = joint_log_prob(log_probs, actions)
-                transitions.append((*state, actions, log_prob, values, *map(torch.from_numpy, outcome)))
+                transitions.append((*acted, *map(torch.from_numpy, outcome)))
                 self._return_so_far += rewards
                 self.returns.extend(self._return_so_far[ended].tolist())
                 self.episodes += int(ended.sum())
                 self._return_so_far[ended] = 0.0
                 self._resets = ended
-            _, last = self.agent(self.state.observations)
+            _, last = self.agent(self.observations)
         # Each (T, N, …); a mask of the valid steps then flattens the first two dimensions.
         *acted, values, rewards, terminated, ended, valid = (
             torch.stack(each).to(self.device) for each in zip(*transitions, strict=True)
@@ -247,7 +277,7 @@ class PPO:
 
     def loss(self, agent: torch.nn.Module, batch: RolloutBatch) -> torch.Tensor:
         """Return the loss of a minibatch, 0-d, fp32, and append its terms to ``loss_terms``."""
-        loss, terms = ppo_loss(*agent(batch.observations), batch, self.envs.factors, self.config)
+        loss, terms = ppo_loss(*agent(batch.observations), batch, self.config)
         self.loss_terms.append(terms)
         return loss
 
@@ -272,10 +302,8 @@ class PPO:
     def iterate(self) -> dict[str, Any]:
         """Collect a rollout, update on it, and return the update's record, for a logger."""
         begun = time.perf_counter()
-        batch = self.collect()
-        collected = time.perf_counter()
-        learned = self.learn(batch)
-        ended = time.perf_counter()
+        learned = self.learn(self.collect())
+        seconds = time.perf_counter() - begun
         self.updates += 1
         return {
             "update": self.updates,
@@ -284,9 +312,7 @@ class PPO:
             "return_mean": sum(self.returns) / len(self.returns) if self.returns else None,
             **learned,
             **self.precision(),
-            "steps_per_second": self.config.num_envs * self.config.num_steps / (ended - begun),
-            "rollout_seconds": collected - begun,
-            "update_seconds": ended - collected,
+            "steps_per_second": self.config.num_envs * self.config.num_steps / seconds,
         }
 
     def precision(self) -> dict[str, Any]:
@@ -298,12 +324,11 @@ class PPO:
     def evaluate(self, episodes: int) -> list[float]:
         """Return the returns of ``episodes`` parallel episodes by the most probable actions, in the same dtype."""
         envs, returns = Environments(self.config.env, episodes, self.device, self.largest), np.zeros(episodes)
-        state, running = envs.reset(self.config.seed + 2**31), np.ones(episodes, dtype=bool)
+        observations, running = envs.reset(self.config.seed + 2**31), np.ones(episodes, dtype=bool)
         with torch.no_grad(), self.trainer.precision.autocast(self.device.type):
             for _ in range(envs.vector.spec.max_episode_steps or EVALUATION_STEPS):
-                log_probs = masked_log_softmax(self.agent(state.observations)[0], state.allowed, envs.factors)
-                actions = torch.stack([each.argmax(-1) for each in log_probs], -1)
-                state, rewards, terminated, truncated = envs.step(actions)
+                log_probs, _ = self.agent(observations)
+                observations, rewards, terminated, truncated = envs.step(log_probs.argmax(-1))
                 returns += rewards * running
                 running &= ~(terminated | truncated)
                 if not running.any():

@@ -4,7 +4,7 @@ import math
 
 import gymnasium
 import numpy as np
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from gymnasium.spaces import Box, Discrete
 
 
 class Counter(gymnasium.Env):
@@ -60,16 +60,16 @@ class Hand(gymnasium.Env):
         return np.array([self.t, self.cut_off], dtype=np.float32)
 
 
-class Factors(Hand):
-    """Three policy heads, each rewarded for its action. Actions start at 1, 0 and 5."""
+class Shifted(Hand):
+    """Observations are one of four that start at 3, actions one of three that start at 5."""
 
     observation_space = Discrete(4, start=3)
-    action_space = MultiDiscrete([3, 2, 4], start=[1, 0, 5])
+    action_space = Discrete(3, start=5)
 
     def step(self, action):
         assert self.action_space.contains(action), action
         self.t += 1
-        return self._observation(), float(action[0] - action[1] + action[2]), self.t == 3, False, {}
+        return self._observation(), float(action), self.t == 3, False, {}
 
     def _observation(self):
         return 3 + self.t
@@ -80,45 +80,39 @@ class Broken(Hand):
 
     made = 0
 
-    def __init__(self, shown: float = 0.0, rewarded: float = 0.0, allowed: int = 1):
+    def __init__(self, shown: float = 0.0, rewarded: float = 0.0):
         Broken.made += 1
-        self.breaks, self.shown, self.rewarded, self.allowed = Broken.made % 2 == 0, shown, rewarded, allowed
+        self.breaks, self.shown, self.rewarded = Broken.made % 2 == 0, shown, rewarded
 
     def reset(self, *, seed=None, options=None):
         self.t = 0
-        return np.zeros(2, dtype=np.float32), {"action_mask": np.ones(2, dtype=np.int8)}
+        return np.zeros(2, dtype=np.float32), {}
 
     def step(self, action):
         self.t += 1
         now = self.breaks and self.t == 3
-        mask = np.full(2, self.allowed if now else 1, dtype=np.int8)
         observation = np.full(2, self.shown if now else 0.0, dtype=np.float32)
-        return observation, self.rewarded if now else 0.0, False, False, {"action_mask": mask}
+        return observation, self.rewarded if now else 0.0, False, False, {}
 
 
-class Masked(Hand):
-    """One action is allowed at each step, by turns; an episode's length is two to four steps, by its seed."""
+class Lengths(Hand):
+    """An episode's length is two to four steps, by its seed."""
 
     def reset(self, *, seed=None, options=None):
         self.t, self.length = 0, 2 + (seed or 0) % 3
-        return self._observation(), self._mask()
+        return self._observation(), {}
 
     def step(self, action):
-        assert action == self.t % 2, "it is not allowed"
         self.t += 1
-        return self._observation(), 1.0, self.t == self.length, False, self._mask()
-
-    def _mask(self):
-        return {"action_mask": np.eye(2, dtype=np.int8)[self.t % 2]}
+        return self._observation(), 1.0, self.t == self.length, False, {}
 
 
-for environment in (Counter, Restless, Hand, Factors, Masked):
+for environment in (Counter, Restless, Hand, Shifted, Lengths):
     gymnasium.register(f"{environment.__name__}-v0", environment)
 for name, broken in {
     "Nan": {"shown": math.nan},
     "Large": {"shown": 1e5},
     "NanReward": {"rewarded": math.nan},
-    "NoAction": {"allowed": 0},
     "Endless": {},
 }.items():
     gymnasium.register(f"{name}-v0", Broken, kwargs=broken)

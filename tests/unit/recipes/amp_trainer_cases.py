@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
-from recipes.amp.trainer import FP16Trainer
-from recipes.amp.trainer_config import FP16TrainingConfig
+from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 
 INF = float("inf")
 DTYPES = ("float16", "bfloat16", "float32")

@@ -1,6 +1,5 @@
 """Checkpoints of the trainer: a resumed run is the uninterrupted one, and an invalid file is refused whole."""
 
-import io
 import math
 import warnings
 from pathlib import Path
@@ -93,12 +92,10 @@ def test_extra_that_torch_cannot_load_is_refused(value, named, tmp_path):
 
 
 def test_interrupted_write_keeps_the_older_checkpoint(tmp_path, monkeypatch):
-    trained, save = trainer(), torch.save
+    trained = trainer()
     trained.save_checkpoint(tmp_path / "a.pt", {"epoch": 1})
 
-    def interrupted(saved: dict, file: Path | io.BytesIO) -> None:
-        if isinstance(file, io.BytesIO):  # the check of `extra`
-            return save(saved, file)
+    def interrupted(saved: dict, file: Path) -> None:
         file.write_bytes(b"half of it")
         raise OSError("disk full")
 
@@ -119,8 +116,7 @@ INVALID = [
     (lambda path: path.write_text("epoch,loss\n1,0.5\n"), NOT_ONE),
     (lambda path: torch.save(network(), path), NOT_ONE),
     (lambda path: torch.save(network().state_dict(), path), "it must have model, optimizer, "),
-    (edited(lambda saved: saved["optimizer"].pop("param_groups")), OPTIMIZER + "its parameters are in a diff"),
-    (edited(lambda saved: saved.update(version=2)), "version 2, but this trainer reads up to 1"),
+    (edited(lambda saved: saved.update(version=2)), "version 2, but this trainer reads 1"),
     (edited(lambda saved: saved.update(version="1.0")), "version 1.0, but this trainer"),
     (edited(lambda saved: saved.update(counters=None)), "not a checkpoint of this trainer: it must have "),
     (
@@ -129,10 +125,6 @@ INVALID = [
     ),
     (edited(lambda saved: saved["model"].update(more=torch.ones(1))), MODEL + r"more has shape \(1,\), here None"),
     (edited(lambda saved: saved["model"].pop("2.bias")), MODEL + r"2.bias has shape None, here \(1,\)"),
-    (
-        edited(lambda saved: saved["optimizer"]["param_groups"].append({"params": [4]})),
-        OPTIMIZER + "its parameters are in a different order or in different groups",
-    ),
     (edited(lambda saved: saved["optimizer_of"].update({"class": "SGD"})), OPTIMIZER + "SGD, here AdamW"),
     (edited(lambda saved: saved["optimizer_of"]["groups"][0].reverse()), OPTIMIZER + "its parameters are in a diff"),
     (edited(lambda saved: saved["grad_scaler"].update(backoff_factor=0.5)), "loss scaler state has keys"),

@@ -1,12 +1,10 @@
 """Evolution, its tasks in this process: replayed trajectories, members that learn from the best, the choice of fp16."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
 import gymnasium
-import matplotlib.image
 import numpy as np
 import pytest
 import ray
@@ -16,9 +14,18 @@ from amp_commands import records
 from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.evolution import __main__ as evolution
 from recipes.amp.evolution import member as member_module
-from recipes.amp.evolution.__main__ import choose_device, evolve, generation_row, next_generation, ray_session, select
-from recipes.amp.evolution.member import EvolutionConfig, Member, learn, mutated, run_generation
-from recipes.amp.evolution.trajectory import Policy, Trajectory, branch, play
+from recipes.amp.evolution.__main__ import evolve, generation_row, next_generation, select, start_ray
+from recipes.amp.evolution.member import (
+    EvolutionConfig,
+    Member,
+    Policy,
+    Trajectory,
+    branch,
+    learn,
+    mutated,
+    play,
+    run_generation,
+)
 
 TINY = EvolutionConfig(
     out="-", generations=3, population=3, episodes=2, revisions=2, recombinations=2, elites=6, replaced=1, hidden=8,
@@ -31,7 +38,7 @@ def local(monkeypatch):
     """Run the tasks of an evolution in this process, at once, on the CPU."""
     task = lambda function: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=function))
     monkeypatch.setattr(evolution, "ray", SimpleNamespace(remote=task, put=lambda value: value, get=list))
-    monkeypatch.setattr(evolution, "ray_session", lambda config: nullcontext("cpu"))
+    monkeypatch.setattr(evolution, "start_ray", lambda config: "cpu")
 
 
 @pytest.fixture
@@ -50,7 +57,7 @@ def pushing(env, action: int) -> Policy:
 
 @pytest.mark.subprocess
 def test_evolution_raises_the_return(local, tmp_path):
-    """In fp32. The best member is saved, and the figure shows the returns."""
+    """In fp32. The best member is saved."""
     config = EvolutionConfig(out=str(tmp_path), generations=5, population=5, seed=2)
     rows = evolve(config, "the driver")
     assert records(tmp_path) == rows
@@ -59,7 +66,6 @@ def test_evolution_raises_the_return(local, tmp_path):
     assert max(row["median"] for row in summaries) > 3 * summaries[0]["median"]
     floors = [row["pool_worst"] for row in summaries]
     assert floors == sorted(floors), "the pool never gets worse"
-    assert all(sum(row["pool"].values()) == config.elites for row in summaries[2:])
     assert all(sum(row[origin]["kept"] for row in summaries) > 0 for origin in ("revised", "recombined"))
     last = [row for row in rows if row["kind"] == "member"][-config.population :]
     best = max(last, key=lambda row: row["return_mean"])
@@ -70,9 +76,6 @@ def test_evolution_raises_the_return(local, tmp_path):
     policy.load_state_dict(saved["model"])
     totals = [play(env, policy, seed, np.random.default_rng(seed)).total for seed in range(20)]
     assert np.mean(totals) > 0.5 * best["return_mean"]
-    picture = (matplotlib.image.imread(tmp_path / "evolution.png")[..., :3] * 255).round().astype(int)
-    for color in ((31, 119, 180), (255, 127, 14), (44, 160, 44)):  # best and revised, median and recombined, worst
-        assert (np.abs(picture - color).sum(-1) < 12).sum() > 100
 
 
 @pytest.mark.parametrize(
@@ -112,7 +115,9 @@ def test_same_seed_repeats_the_evolution(local, tmp_path):
 
 def test_nonfinite_reward_is_refused_by_seed_and_step():
     spoilt = gymnasium.make("Counter-v0", rewarded=np.inf)
-    with pytest.raises(ValueError, match="^env=Counter-v0, seed 7, step 5: the reward is inf$"):
+    with pytest.raises(
+        ValueError, match="^env=Counter-v0, seed 7, step 5: the observation or the reward, inf, is not finite$"
+    ):
         play(spoilt, Policy(spoilt, 2), 7, np.random.default_rng(0))
 
 
@@ -122,38 +127,38 @@ def test_branch_replays_a_prefix(env):
     parent = play(env, policy, 5, rng)
     cuts = set()
     for _ in range(20):
-        made = branch(env, pushing(env, 1), parent, rng, "recombined")
-        assert made.seed == 5 and made.origin == "recombined"
+        made = branch(env, pushing(env, 1), parent, rng)
+        assert made.seed == 5
         assert play(env, policy, 5, rng, made.actions).total == made.total, "the trajectory's return must match"
         steps = min(len(made.actions), len(parent.actions))
         cuts.add(int((made.actions[:steps] == parent.actions[:steps]).cumprod().sum()))  # equal ones before the first
     assert len(cuts) > 3
     for part in ("observations", "rewards"):
         wrong = replace(parent, **{part: getattr(parent, part) + 1e-3})
-        with pytest.raises(ValueError, match="^env=CartPole-v1 is not deterministic: replaying seed 5 gave other"):
-            branch(env, policy, wrong, np.random.default_rng(3), "revised")  # of a prefix of some steps
+        with pytest.raises(ValueError, match="^env=CartPole-v1 must be deterministic: replaying seed 5 gave other"):
+            branch(env, policy, wrong, np.random.default_rng(3))  # of a prefix of some steps
 
 
 def test_recombination_uses_another_policy_and_keeps_improvements(env, monkeypatch):
     """Both members always push to one side: revisions change nothing, the other member's push improves the return."""
-    used = set()
+    used = []
 
-    def recorded(env, policy, parent, rng, origin):
-        used.add((origin, int(policy[2].bias.argmax())))
-        return branch(env, policy, parent, rng, origin)
+    def recorded(env, policy, parent, rng):
+        used.append(int(policy[2].bias.argmax()))
+        return branch(env, policy, parent, rng)
 
     monkeypatch.setattr(member_module, "branch", recorded)
     population = [Member(pushing(env, action).state_dict()) for action in (0, 1)]
     config = replace(TINY, population=2, hidden=2, episodes=3, revisions=10, recombinations=20)
-    _, trajectories, row = run_generation(config, "test", "cpu", 0, 0, population, [])
-    assert used == {("revised", 0), ("recombined", 1)}
+    _, trajectories, row = run_generation(config, "cpu", 0, 0, population, [])
+    assert used == [0] * 10 + [1] * 20
     collected, rescued = trajectories[:3], trajectories[3:]
-    assert all(each.origin == "collected" and not each.actions.any() for each in collected)
+    assert not any(each.actions.any() for each in collected)
     assert row["revised"] == {"tried": 10, "kept": 0, "gained": 0}
     first = {each.seed: each.total for each in collected}
     assert row["recombined"]["tried"] == 20 and 0 < row["recombined"]["kept"] == len(rescued) < 20
     for each in rescued:
-        assert each.origin == "recombined" and each.total > first[each.seed]
+        assert each.total > first[each.seed]
         assert each.actions[-1] == 1 and np.array_equal(each.actions, np.sort(each.actions)), "first theirs, then ours"
     assert row["return_mean"] == np.mean(list(first.values()))
 
@@ -165,17 +170,16 @@ def trajectory(action: int, total: float, observation: float = 1.0, steps: int =
 
 def test_row_of_a_generation_by_hand():
     tries = {"revised": {"tried": 4, "kept": 1, "gained": 2.0}, "recombined": {"tried": 3, "kept": 2, "gained": 5.0}}
-    worker = {"host": "a", "fallback": None, "overflow_steps": 1, **tries}
+    worker = {"fallback": None, "overflow_steps": 1, **tries}
     members = [
-        worker | {"return_mean": value, "pid": pid, "effective_dtype": dtype}
-        for value, pid, dtype in ((9.0, 1, "float16"), (1.0, 2, None), (2.0, 1, "float32"))
+        worker | {"return_mean": value, "effective_dtype": dtype}
+        for value, dtype in ((9.0, "float16"), (1.0, None), (2.0, "float32"))
     ]
-    row = generation_row(3, members, select([trajectory(0, 4.0), replace(trajectory(0, 6.0), origin="revised")], 2))
+    row = generation_row(3, members, select([trajectory(0, 4.0), trajectory(0, 6.0)], 2))
     assert (row["best"], row["median"], row["worst"], row["pool_worst"]) == (9.0, 2.0, 1.0, pytest.approx(4.0))
-    assert row["pool"] == {"collected": 1, "revised": 1, "recombined": 0}
     assert row["revised"] == {"tried": 12, "kept": 3, "gained": 6.0}
     assert row["recombined"] == {"tried": 9, "kept": 6, "gained": 15.0}
-    assert (row["overflow_steps"], row["effective_dtypes"], row["workers"]) == (3, ["float16", "float32"], 2)
+    assert (row["overflow_steps"], row["effective_dtypes"]) == (3, ["float16", "float32"])
 
 
 @pytest.mark.parametrize("fp16", [False, True])
@@ -201,8 +205,8 @@ def test_members_clone_the_better_trajectories(env, fp16):
 def test_mutation_has_the_requested_size(env):
     torch.manual_seed(0)
     member = Member(Policy(env, 256).state_dict(), b"trained")
-    mutant, other = (mutated(member, 0.1, seed, 3) for seed in (1, 2))
-    assert mutant.checkpoint is None and mutant.born == 3
+    mutant, other = (mutated(member, 0.1, seed) for seed in (1, 2))
+    assert mutant.checkpoint is None
     assert not any(mutant.weights[name].equal(other.weights[name]) for name in member.weights)
     noise = mutant.weights["0.weight"] - member.weights["0.weight"]
     assert noise.std() / member.weights["0.weight"].std() == pytest.approx(0.1, rel=0.1)
@@ -221,27 +225,18 @@ def test_mutated_copies_of_the_best_replace_the_worst(env):
 def test_address_without_a_cluster_is_refused_at_once(monkeypatch):
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(ValueError, match="^address=127.0.0.1:1 must be a Ray cluster: .*refused$"):
-        ray_session(replace(TINY, address="127.0.0.1:1")).__enter__()
-
-
-GPU_NODE = {"CPU": 2, "GPU": 2}
-
-
-def test_device_is_one_that_a_task_can_have():
-    auto = replace(TINY, device="auto")
-    assert choose_device(auto, [{"CPU": 2}]) == "cpu"
-    assert choose_device(auto, [{"CPU": 2}, GPU_NODE]) == "cuda"
-    assert choose_device(replace(TINY, gpus=4.0), [GPU_NODE]) == "cpu"
+        start_ray(replace(TINY, address="127.0.0.1:1"))
 
 
 @pytest.mark.parametrize(
-    "settings, nodes, message",
-    [
-        ({"gpus": 4.0}, [GPU_NODE] * 2, "gpus=4.0 must be at most 2, the GPUs of one node of this Ray cluster"),
-        ({}, [{"CPU": 2}, {"GPU": 2}], "device=cuda must be auto or cpu: Ray has no GPU here"),
-        ({}, [{"GPU": 2}], "address=None must be a Ray cluster with at least one CPU"),
-    ],
+    "device, gpus, chosen",
+    [("auto", 0, "cpu"), ("auto", 2, "cuda"), ("cpu", 2, "cpu"), ("cuda", 2, "cuda"), ("cuda", 0, None)],
 )
-def test_device_that_no_node_has_is_refused(settings, nodes, message):
-    with pytest.raises(ValueError, match=f"^{message}$"):
-        choose_device(replace(TINY, device="cuda", **settings), nodes)
+def test_device_is_one_that_a_task_can_have(device, gpus, chosen, monkeypatch):
+    resources = {"CPU": 2.0, "GPU": float(gpus)} if gpus else {"CPU": 2.0}
+    monkeypatch.setattr(evolution, "ray", Mock(cluster_resources=lambda: resources))
+    if chosen is None:
+        with pytest.raises(ValueError, match="^device=cuda must be auto or cpu: Ray has no GPU here$"):
+            start_ray(replace(TINY, device=device))
+    else:
+        assert start_ray(replace(TINY, device=device)) == chosen

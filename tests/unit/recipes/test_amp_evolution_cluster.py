@@ -1,11 +1,8 @@
 """Evolution on a Ray cluster: workers follow the driver's choice, and their errors end the command in one line."""
 
-import json
 import os
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import ray
@@ -32,23 +29,18 @@ def session():
     ray.shutdown()
 
 
-def test_worker_logs_the_drivers_choice(session, tmp_path, monkeypatch, capsys):
+def test_worker_follows_the_drivers_choice(session, tmp_path, monkeypatch, capsys):
     """Its own environment has the variable at 1."""
     assert ray.get(ray.remote(lambda: os.environ[VARIABLE]).remote()) == "1"
     monkeypatch.setenv(VARIABLE, "0")
     run(evolution, *SMALL, f"--out={tmp_path}")
     assert ray.is_initialized()
-    choice = {"fp16_training": False, "fp16_training_source": f"environment ({VARIABLE})"}
     assert f"fp16_training=False by environment ({VARIABLE}), float32" in capsys.readouterr().out
     members = [row for row in records(tmp_path) if row["kind"] == "member"]
-    assert len(members) == 4 and all(choice.items() <= row.items() for row in members)
+    assert len(members) == 4
     assert {row["effective_dtype"] for row in members if row["generation"]} == {"float32"}
     (worker,) = {row["pid"] for row in members}
     assert worker != os.getpid()
-    (log,) = (Path(session["session_dir"]) / "logs").glob(f"worker-*-{worker}.out")
-    reports = [json.loads(line) for line in re.findall(r"^\[verl-precision\] (.*)", log.read_text(), re.MULTILINE)]
-    assert len(reports) == 4 and all(choice.items() <= report.items() for report in reports)
-    assert {report["effective_dtype"] for report in reports} == {None, "float32"}
 
 
 def test_error_of_a_worker_is_one_line(session, tmp_path):

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Optional
 
 import pytest
 import torch
+from amp_commands import records
 
 from recipes.amp import options
 
@@ -14,11 +14,12 @@ from recipes.amp import options
 class ExampleConfig:
     steps: int = options.option(10, "how many", "at least 1")
     lr: float = options.option(0.5, "how far")
-    name: Optional[str] = options.option(None, "which")
+    name: str = options.option("", "which")
+    out: str = options.option("runs", "where")
     use_amp: bool = options.option(False, "16 bits", variable="TEST_USE_AMP")
 
     def __post_init__(self):
-        options.check_values(self, {"lr": (lambda lr: 0 < lr < 1, "between 0 and 1")})
+        options.check_values(self, {"lr": (0 < self.lr < 1, "between 0 and 1")})
 
 
 def parse(*words: object) -> tuple[ExampleConfig, dict[str, str]]:
@@ -28,15 +29,15 @@ def parse(*words: object) -> tuple[ExampleConfig, dict[str, str]]:
 @pytest.mark.parametrize("value, expected", [("1", True), ("TRUE", True), ("0", False), ("false", False)])
 def test_command_line_overrides_environment_overrides_file_overrides_default(tmp_path, monkeypatch, value, expected):
     path = tmp_path / "config.yaml"
-    path.write_text(f"lr: 1.0e-2\nname: null\nuse_amp: {str(not expected).lower()}\n")
+    path.write_text(f"lr: 1.0e-2\nname: y\nuse_amp: {str(not expected).lower()}\n")
     monkeypatch.setenv("TEST_USE_AMP", value)
     config, sources = parse("--config", path)
-    assert config == ExampleConfig(lr=0.01, use_amp=expected)
+    assert config == ExampleConfig(lr=0.01, name="y", use_amp=expected)
     others = dict.fromkeys(("lr", "name"), f"config ({path})") | {"use_amp": "environment (TEST_USE_AMP)"}
-    assert sources == others | {"steps": "default"}
+    assert sources == others | {"steps": "default", "out": "default"}
     word = "--no-use-amp" if expected else "--use-amp"
-    config, sources = parse("--config", path, word, "--steps", "30", "--lr", "1e-3", "--name", "x")
-    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", use_amp=not expected)
+    config, sources = parse("--config", path, word, "--steps", "30", "--lr", "1e-3", "--name", "x", "--out", "here")
+    assert config == ExampleConfig(steps=30, lr=1e-3, name="x", out="here", use_amp=not expected)
     assert set(sources.values()) == {"command line"}
 
 
@@ -54,12 +55,14 @@ def refused(*words: object) -> str:
         ("--lr nan", "lr=nan must be between 0 and 1"),
         ("--ste 5", "unrecognized arguments: --ste 5"),
         ("--steps 0", "steps=0 must be at least 1"),
+        ("--out=", "--out is missing: give a folder"),
         ("more", "unrecognized arguments: more"),
-        ("--config none.yaml", "--config none.yaml: No such file"),
+        ("--config none.yaml", "--config none.yaml: [Errno 2] No such file"),
         ("step: 3\n", "Key 'step' not in 'ExampleConfig'"),
         ("steps: true\n", "Value 'True' of type 'bool' could not be converted to Integer full_key: steps"),
         ("lr: fast\n", "Value 'fast' of type 'str' could not be converted to Float full_key: lr"),
         ("lr: 1\n", "lr=1.0 must be between 0 and 1"),  # accepted as a number, and out of range
+        ("lr: ???\n", "Missing mandatory value: lr"),
         ("name: [3]\n", "full_key: name"),
         ("a: [\n", "expected the node content"),
         (f"lr: 1{'0' * 400}\n", "int too large to convert to float"),
@@ -92,15 +95,15 @@ def test_16_bits_on_a_cpu_need_an_explicit_cpu(monkeypatch):
 
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path):
-    folder, file = options.new_folder(tmp_path / "a" / "b"), tmp_path / "file"
-    assert folder.is_dir() and options.new_folder(folder) == folder
+    assert options.new_folder(tmp_path / "a" / "b").is_dir()
+    file = tmp_path / "file"
     file.write_text("")
-    # A file, a path below a file, an overlong name, a read-only folder.
-    for path in (file, file / "c", folder / ("c" * 300), Path("/proc/self")):
-        with pytest.raises(ValueError, match=f"out={path} must be a writable folder: "):
+    # Results of another run, a file, a path below a file, an overlong name, a read-only folder.
+    for path in (tmp_path / "a" / "b", file, file / "c", tmp_path / ("c" * 300), Path("/proc/self")):
+        with pytest.raises(ValueError, match=f"out={path} must be a writable folder without results: "):
             options.new_folder(path)
 
 
-def test_nonfinite_numbers_of_a_record_become_null():
-    record = options.finite({"loss": float("nan"), "scale": float("inf"), "steps": 3, "dtype": "float16"})
-    assert record == {"loss": None, "scale": None, "steps": 3, "dtype": "float16"}
+def test_nonfinite_numbers_of_a_record_become_null(tmp_path):
+    options.append_record(tmp_path, {"loss": float("nan"), "scale": float("inf"), "steps": 3, "dtype": "float16"})
+    assert records(tmp_path) == [{"loss": None, "scale": None, "steps": 3, "dtype": "float16"}]

@@ -1,8 +1,11 @@
 """PPO's algorithm: arithmetic checked by hand, environments, 16 bits, and learning."""
 
 import math
+import time
 from dataclasses import replace
+from functools import partial
 
+import gymnasium
 import numpy as np
 import pytest
 import torch
@@ -10,9 +13,7 @@ from amp_commands import DTYPES, SMALL, amp_settings, small_ppo
 from amp_trainer_cases import same_bits, snapshot
 
 from recipes.amp.environment import InvalidEnvironmentError
-from recipes.amp.ppo import environments
-from recipes.amp.ppo.algorithm import PPO, PPOConfig, RolloutBatch, generalized_advantages, masked_log_softmax, ppo_loss
-from recipes.amp.ppo.environments import Environments
+from recipes.amp.ppo.algorithm import PPO, Environments, PPOConfig, RolloutBatch, generalized_advantages, ppo_loss
 
 
 def test_loss_by_hand():
@@ -20,14 +21,13 @@ def test_loss_by_hand():
     ratio, advantages = torch.tensor([1.5, 1.5, 0.5, 0.5]), torch.tensor([1.0, -1.0, 1.0, -1.0])
     batch = RolloutBatch(
         observations=torch.zeros(4, 1),
-        allowed=torch.ones(4, 2, dtype=torch.bool),
-        actions=torch.zeros(4, 1, dtype=torch.int64),
+        actions=torch.zeros(4, dtype=torch.int64),
         log_probs=(0.5 / ratio).log(),
         advantages=advantages,
         returns=torch.tensor([1.0, 2.0, 3.0, 4.0]),
     )
     settings = PPOConfig(**SMALL, clip=0.2, value_coefficient=0.25, entropy_coefficient=0.1)
-    loss, terms = ppo_loss(torch.zeros(4, 2), torch.zeros(4), batch, [2], settings)
+    loss, terms = ppo_loss(torch.zeros(4, 2).log_softmax(-1), torch.zeros(4), batch, settings)
     policy = -(1.2 - 1.5 + 0.5 - 0.8) / 4  # gains are cut off at 1.2, and losses that ended at 0.8 count no less
     assert terms["policy_loss"].item() == pytest.approx(policy)
     assert terms["value_loss"].item() == pytest.approx((1 + 4 + 9 + 16) / 4)
@@ -50,19 +50,6 @@ def test_advantages_by_hand():
     assert advantages[2, 1].item() == 4 + 0.5 * 2 - 6
 
 
-def test_masked_log_softmax_is_finite():
-    """-inf in place of fp32's least would give an entropy of 0 · inf."""
-    logits = torch.randn(5, 6, requires_grad=True)
-    allowed = torch.eye(5, 6, dtype=torch.bool)
-    allowed[0] = True
-    (log_probs,) = masked_log_softmax(logits, allowed, [6])
-    probabilities = log_probs.exp()
-    assert log_probs.isfinite().all() and (probabilities[~allowed] == 0).all()
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones(5))
-    ((probabilities * log_probs).sum() + log_probs[allowed].sum()).backward()
-    assert logits.grad.isfinite().all() and logits.grad[0].count_nonzero()
-
-
 def test_rollout_returns_by_hand():
     """γ = 0.5, λ = 1, every value 10: rewards to come, and the value of the last observation where it was cut off."""
     settings = {"env": "Hand-v0", "num_envs": 2, "num_steps": 13, "total_steps": 26, "minibatches": 1}
@@ -81,16 +68,15 @@ def test_rollout_returns_by_hand():
     assert ppo.collect().observations[::2].tolist() == observed[:9], "the next rollout begins with a reset"
 
 
-def test_evaluation_plays_one_episode_each_and_respects_masks():
-    ppo = small_ppo(env="Masked-v0")
-    ppo.iterate()
+def test_evaluation_plays_one_episode_each():
+    ppo = small_ppo(env="Lengths-v0")
     assert ppo.evaluate(6) == [2 + (1 + 2**31 + index) % 3 for index in range(6)]
 
 
 def test_native_cartpole_matches_single_environments(monkeypatch):
     """From equal states by equal actions: observations, rewards, both kinds of end, and the step of the reset."""
     native = Environments("CartPole-v1", 8, torch.device("cpu"), 1e5)
-    monkeypatch.setattr(environments, "NATIVE", ())
+    monkeypatch.setattr(gymnasium, "make_vec", partial(gymnasium.make_vec, vectorization_mode="sync"))
     single = Environments("CartPole-v1", 8, torch.device("cpu"), 1e5)
     assert not hasattr(native.vector.unwrapped, "envs")
     native.reset(0)
@@ -104,14 +90,14 @@ def test_native_cartpole_matches_single_environments(monkeypatch):
         # Half of them push to the side that the pole falls to, and last; the others push at random.
         good = torch.from_numpy((native_state[2] + native_state[3] / 4 > 0).astype(np.int64))
         random = torch.randint(0, 2, (8,), generator=generator)
-        actions = torch.where(torch.arange(8) < 4, good, random)[:, None]
+        actions = torch.where(torch.arange(8) < 4, good, random)
         was_reset = np.logical_or(*outcome[1:])
-        (state, *outcome), (expected, *same_outcome) = native.step(actions), single.step(actions)
+        (observed, *outcome), (expected, *same_outcome) = native.step(actions), single.step(actions)
         assert np.array_equal(outcome, same_outcome), step
         assert np.array_equal(outcome[0], np.where(was_reset, 0.0, 1.0)), step
-        kept = state.observations[~was_reset], expected.observations[~was_reset]
+        kept = observed[~was_reset], expected[~was_reset]
         torch.testing.assert_close(*kept, rtol=1e-5, atol=1e-6)
-        assert (state.observations[was_reset].abs() <= 0.05).all()
+        assert (observed[was_reset].abs() <= 0.05).all()
         ends += [each.sum() for each in outcome[1:]]
     assert ends.min() >= 4, ends
 
@@ -122,7 +108,6 @@ def test_native_cartpole_matches_single_environments(monkeypatch):
         ("Nan-v0", "float32", "observation[0]{} is nan: must be finite"),
         ("Large-v0", "float16", "observation[0]{} is 100000.0: must be finite and at most 65504"),
         ("NanReward-v0", "float32", "reward{} is nan: must be finite"),
-        ("NoAction-v0", "float32", "number of actions that action_mask allows{} is 0: must be at least 1"),
     ],
 )
 def test_invalid_step_of_an_environment_is_refused(env, dtype, message):
@@ -161,7 +146,7 @@ def test_amp_is_on_as_requested_unless_it_is_killed(requested, switch, effective
 def test_networks_compute_in_the_dtype_and_losses_in_fp32(dtype):
     """In rollout, update and evaluation; backward runs outside of autocast."""
     ppo, heads, autocast = small_ppo(dtype), set(), set()
-    for head in (*ppo.agent.policy_heads, ppo.agent.value_head):
+    for head in (ppo.agent.policy_head, ppo.agent.value_head):
         head.register_forward_hook(lambda *passed: heads.add(passed[-1].dtype))
         head.weight.register_hook(lambda _: autocast.add(torch.is_autocast_enabled("cpu")))
     batch = ppo.collect()
@@ -190,11 +175,11 @@ def test_resets_in_a_rollout_leave_every_update():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_head_gets_a_gradient(dtype):
-    ppo = small_ppo(dtype, env="Factors-v0")  # without an entropy bonus, which would reach them too
+def test_every_weight_gets_a_gradient_from_spaces_that_do_not_start_at_0(dtype):
+    ppo = small_ppo(dtype, env="Shifted-v0")
     for _ in range(3):  # the first loss scale overflows some times
         ppo.iterate()
-    assert ppo.trainer.overflow_steps < ppo.trainer.training_steps and len(ppo.agent.policy_heads) == 3
+    assert ppo.trainer.overflow_steps < ppo.trainer.training_steps
     for name, parameter in ppo.agent.named_parameters():
         assert ppo.trainer.optimizer.state[parameter]["exp_avg"].count_nonzero(), name
 
@@ -211,7 +196,7 @@ def test_ratio_is_one_at_equal_weights_and_dtypes(dtype, rollout, least, most):
     size = {"num_envs": 16, "num_steps": 16, "total_steps": 256}
     learns, acts = small_ppo(dtype, **size), small_ppo(rollout, **size)
     with torch.no_grad():  # as sure of its actions as a trained policy is: rounding shows in its logits
-        learns.agent.policy_heads[0].weight.mul_(300)
+        learns.agent.policy_head.weight.mul_(300)
     acts.agent.load_state_dict(learns.agent.state_dict())
     assert least <= learns.learn(acts.collect())["ratio_deviation"] < most
 
@@ -224,11 +209,11 @@ def test_compiled_networks_match_eager_ones(dtype):
     batch, gradients = plain.collect(), []
     for ppo in (plain, compiled):
         with ppo.trainer.precision.autocast("cpu"):  # the trainer's own observes the first time, eagerly
-            logits, values = ppo.agent(batch.observations)
-            loss, _ = ppo_loss(logits, values, batch, [2], ppo.config)
+            log_probs, values = ppo.agent(batch.observations)
+            loss, _ = ppo_loss(log_probs, values, batch, ppo.config)
         # The graph computes in its own dtype: its outputs are representable in 16 bits, those of fp32 are not.
-        assert (logits == logits.half().float()).all() == (dtype == "float16")
-        assert (logits == logits.bfloat16().float()).all() == (dtype == "bfloat16")
+        assert (values == values.half().float()).all() == (dtype != "float32")
+        assert (values == values.bfloat16().float()).all() == (dtype == "bfloat16")
         loss.backward()
         gradients.append(torch.cat([parameter.grad.flatten() for parameter in ppo.agent.parameters()]))
         ppo.trainer.optimizer.zero_grad()
@@ -248,6 +233,12 @@ def test_same_seed_repeats_the_run(dtype):
     one_state, same, different = (snapshot(each.trainer) for each in (one, again, other))
     assert same_bits(one_state, same) and not same_bits(one_state["trained"], different["trained"])
     assert same_bits(list(one.collect()), list(again.collect()))
+
+
+def test_speed_is_of_rollout_and_update(monkeypatch):
+    learn = PPO.learn
+    monkeypatch.setattr(PPO, "learn", lambda ppo, batch: time.sleep(0.2) or learn(ppo, batch))
+    assert small_ppo().iterate()["steps_per_second"] < 32 / 0.2
 
 
 def test_learning_rate_falls_to_zero():

@@ -11,8 +11,7 @@ import torch
 from amp_trainer_cases import ADAMW_KINDS, DTYPES, INF, batches, loss_of, network, same_bits, snapshot, train, trainer
 
 from recipes.amp.multiplication_dtypes import MultiplicationDtypes
-from recipes.amp.trainer import FP16Trainer
-from recipes.amp.trainer_config import FP16TrainingConfig
+from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 from verl.utils.precision import LossScaleError
 from verl_precision.paths import REPO
 
@@ -68,22 +67,6 @@ def test_accumulated_update_equals_one_large_batch_in_fp32(dtype, parts, max_nor
         torch.testing.assert_close(one, other, rtol=0.0, atol=tolerance)
 
 
-@pytest.mark.parametrize(
-    "loss, message",
-    [
-        (lambda model, batch: model(batch).square(), r"shape \(8, 1\) is not a scalar tensor"),
-        (lambda model, batch: 0.5, "loss 0.5 is not a scalar tensor"),
-        (lambda model, batch: model(batch).detach().mean(), "loss has no gradient"),
-    ],
-)
-def test_invalid_loss_is_refused(loss, message):
-    trained = trainer()
-    before = snapshot(trained)
-    with pytest.raises(ValueError, match=message):
-        trained.training_step(batches(1)[0], loss)
-    assert same_bits(before, snapshot(trained))
-
-
 @pytest.mark.parametrize("value", [INF, math.nan])
 @pytest.mark.parametrize("bad", [0, 3])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -134,7 +117,7 @@ def test_consecutive_overflows_raise_and_the_last_skip_is_counted(kind, tmp_path
 
 def test_consecutive_nonfinite_updates_raise_without_a_scaler():
     trained = trainer(dtype="bfloat16", max_consecutive_skips=2)
-    with pytest.raises(FloatingPointError, match=r"2 updates in a row .* bfloat16 \(max_consecutive_skips\).*0.weight"):
+    with pytest.raises(FloatingPointError, match=r"2 updates in a row .* bfloat16, first.*0.weight"):
         train(trained, [batches(1)[0] * INF] * 10)
     assert (trained.training_steps, trained.overflow_steps, trained.consecutive_skips) == (2, 2, 2)
     assert all(parameter.grad is None for parameter in trained.module.parameters())
@@ -142,7 +125,7 @@ def test_consecutive_nonfinite_updates_raise_without_a_scaler():
 
 def test_parameters_of_model_and_optimizer_must_be_float32_and_match():
     for enabled in (True, False):
-        with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights .* must be float32"):
+        with pytest.raises(ValueError, match=r"0.weight is float16: the optimizer's weights must be float32"):
             trainer(model=network().half(), enabled=enabled)
     model, other, config = network(), network(1), FP16TrainingConfig(on_cpu=True, loss_scale=1024.0)
     with pytest.raises(ValueError, match="not the model's"):

@@ -1,13 +1,9 @@
-"""Measure the resources that a training uses: bytes of tensors, GPU time and CPU time."""
+"""Measure the resources that a training uses: bytes of tensors."""
 
 import gc
-import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -75,25 +71,3 @@ PEAK_MEMORY_METHOD = {
     "inside is not in it",
     "cuda": "torch.cuda.max_memory_allocated, from the first weight to the second update, above what was there before",
 }
-
-
-def gpu_busy(update: Callable[[], Any]) -> float:
-    """Return the share of one update's time in which the GPU computes."""
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        begin = time.perf_counter()
-        update()
-        torch.cuda.synchronize()
-        wall = time.perf_counter() - begin
-    on_gpu = (event for event in profiled.key_averages() if event.device_type == DeviceType.CUDA)
-    microseconds = sum(event.self_device_time_total for event in on_gpu if not event.is_user_annotation)
-    return microseconds / 1e6 / wall
-
-
-def cpu_seconds() -> tuple[float, float]:
-    """Return the core seconds that all processes have used, from Linux's /proc/stat, and those of this one."""
-    user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
-    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK"), time.process_time()

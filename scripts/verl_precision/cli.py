@@ -77,21 +77,13 @@ REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
 NEEDS = {
     **{"preflight": MODEL, "probe": PROBE, "recommend": PROBE, "plan-memory": CONFIG, "run": (*JOB, "matplotlib")},
     **{"submit": JOB, "compare": REPORT, "report": REPORT, "collapse": (*JOB, *REPORT)},
-    **{"verify-gpu": ("torch",), "bench-amp": ("torch", "matplotlib")},
+    "verify-gpu": ("torch",),
 }
-DEVELOPMENT = {
-    "Develop, in a checkout of the project": {
-        "check": patching("check that the patches of a release, or of all, apply and reverse exactly"),
-        "checkout": patching("make a folder a git tree with the patches of a release as commits"),
-        "export": patching("write the commits of such a tree back into the project"),
-        "carry": patching("carry a changed patch to the other releases"),
-        "pr-branch": Command("split the patches into branches for upstream, and check them", "pr_branch"),
-        "verify-gpu": setting("test fp16 on this machine's GPU and measure it", ("torch",), "verify_gpu"),
-        "bench": Command("measure the cost of a precision"),
-        "bench-amp": Command("compare fp16, bf16 and fp32 outside verl", "bench_amp"),
-        "setup": Command("set up the environments of this checkout", "setup_env"),
-        "wheelhouse": setting("pack the wheels of an environment for machines without a network"),
-        "lock": Command("resolve requirements/*.in into *.lock again"),
+# Options without a value of the commands that have VARIABLES: their names in ``main``, and help.
+FLAGS = {
+    "run": {
+        "check": "check the run, and start and write nothing",
+        "check_each": 'the same for each object of a JSON list on stdin, such as {"STEPS": "8"}',
     },
     "submit": {"dry_run": "print what would be submitted"},
 }

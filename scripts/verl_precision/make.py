@@ -80,13 +80,24 @@ def show_help(name: str) -> NoReturn:
     elif takes:  # the command takes some as arguments, and a flag for yes
         print("  a variable stands for the option or argument of its name, VERL and OAT for TREE, FROM for RELEASE,")
         print("  ARGS for the words of the command line")
-    command = target.command or name
-    if "." not in command:
-        print(flush=True)
-        os.execv(sys.executable, [*PROGRAM, command, "--help"])
-    files = [folder / f"{command.replace('.', '/')}.py" for folder in MODULES]
-    print(*("\n" + ast.get_docstring(ast.parse(file.read_text())) for file in files if file.exists()))
-    sys.exit(0)
+    if command.startswith("-m"):
+        sys.exit(0)
+    print(flush=True)
+    os.execv(sys.executable, [*PROGRAM, command or name, "--help"])
+
+
+def command_line(name: str, values: Mapping[str, str]) -> list[str]:
+    """Return the arguments of Python that start what a target stands for, if its command accepts the values."""
+    command, takes, _ = TARGETS[name]
+    words = arguments(name, values)
+    if words[0] == "-m":
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, MODULES), os.environ.get("PYTHONPATH")]))
+        return words
+    if takes is None:
+        cli.find_module(command or name).parse([f"{each}={value}" for each, value in values.items()])
+    elif name in ("doctor", "bench", "pr-branch"):
+        cli.find_module(name).parse(words[1:])
+    return [str(PACKAGE), *words]
 
 
 def start(name: str, typed: list[str]) -> None:

@@ -97,7 +97,7 @@ def test_overview_lists_every_command():
         assert f"  verl 0.9.1: stack {stack.id} ({stack.series})\n" in shown
 
 
-@pytest.mark.parametrize("name", cli.BY_NAME)
+@pytest.mark.parametrize("name", cli.SUMMARIES)
 def test_help_of_a_command_is_shown_by_any_python(name):
     done = run_command(REPO, name, "--help")
     assert (done.returncode, done.stderr) == (0, "")

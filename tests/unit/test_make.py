@@ -278,4 +278,5 @@ def test_help_of_every_target_is_that_of_its_command():
         assert done.stdout.startswith(f"usage: make {name}")
         assert all(f" {each}=…" in done.stdout for each in target.takes or ())
         command = target.command or name
-        assert f"usage: verl-precision {command} " in done.stdout or "." in command and "\n\n" in done.stdout, name
+        module = command.startswith("-m")
+        assert (f"usage: verl-precision {command} " in done.stdout) != module, name

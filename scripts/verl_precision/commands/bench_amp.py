@@ -19,8 +19,8 @@ from dataclasses import asdict
 
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import check_packages
-from verl_precision.parser import Parser, folder
 from verl_precision.paths import REPO
+from verl_precision.words import Parser, folder
 
 NAMES = ("mlp", "world_model", "evolution", "ppo")
 LEAST_REPEATS = 5

@@ -24,7 +24,7 @@ from verl_precision.paths import PACKAGE, REPO
 PYTHONS = ["3.10", *(pytest.param(version, marks=pytest.mark.slow) for version in ("3.11", "3.12")), "3.13"]
 # The project's modules that are imported in verl's own environment, whose packages this test does without.
 MODULES = (
-    *(f"commands.{each.module or name}" for name, each in cli.BY_NAME.items() if name != "diversity"),
+    *(cli.find_module(name).__name__.removeprefix("verl_precision.") for name in cli.SUMMARIES),
     *("make", "run.job", "run.checks", "run.cluster"),
 )
 COMMANDS = (

@@ -105,6 +105,12 @@ def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: st
     return value
 
 
+def some_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> tuple[str, ...]:
+    """Return the words of a variable that takes some of ``allowed``, each once."""
+    words = values.get(name, default).split()
+    return tuple(dict.fromkeys(one_of({name: word}, name, allowed, "") for word in words))
+
+
 def whole_number(values: Mapping[str, str], name: str, least: int, default: int | None) -> int | None:
     value = values.get(name, default)
     if value is not None and not (str(value).isdecimal() and int(value) >= least):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.paths import REPO
-from verl_precision.verify.report import stages
+from verl_precision.verify.report import counts
+from verl_precision.verify.steps import STAGES, STEPS
 
 REPORTS = REPO / "docs/results/gpu"
 NONE = "**never run**: no CUDA kernel, NCCL or flash attention was tried; speed and memory are unknown"
@@ -29,6 +30,18 @@ this page, and the sentence on GPUs in other documents. What was checked without
 [by reading](../../how-to/verify-gpu.md#what-was-checked-by-reading).
 
 """
+
+
+def stages(content: dict) -> str:
+    """Return which stages passed, were not run, or were run in part."""
+    by_result: dict[str, list[str]] = {}
+    for stage in STAGES:
+        steps = [step for step in STEPS if step.stage == stage]
+        first, _, others = counts(content, steps).partition(", ")
+        number, _, status = first.partition(" ")
+        part = f"{number} of {len(steps)} {status}, {others}" if others else status
+        by_result.setdefault(part, []).append(stage)
+    return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())
 
 
 def sentence(page: Path, reports: Path = REPORTS) -> str:

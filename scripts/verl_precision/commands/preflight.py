@@ -80,7 +80,7 @@ def examine(options: ModelOptions) -> dict:
     blocks = ["```", *overrides, "```"], markdown_table(rows[0], rows[1:])
     text.write_text(page.markdown(f"fp16 preflight of {options.name}", found, *blocks))
     plot(assessment, options.name, figure)
-    page.show([rows], found, [figure, text, "", shlex.join(overrides)])
+    page.show(rows, found, [figure, text, "", shlex.join(overrides)])
     return {
         "findings": found,
         "misfit": assessment.misfit is not None,

@@ -26,7 +26,7 @@ def measure(options: ProbeOptions) -> dict:
     from verl_precision.probe.log_probs import ProbeTask, compute_log_probs, fingerprint, open_work_folder
     from verl_precision.probe.numerics import exact_dtype
     from verl_precision.probe.report import compare, summarize, versions, write
-    from verl_precision.probe.variants import check_regimes, rebatched, variants
+    from verl_precision.probe.variants import check_regimes, variants
 
     check_regimes(options)
     messages = prompts(options.data, options.rows)
@@ -40,8 +40,8 @@ def measure(options: ProbeOptions) -> dict:
         from recipes.cpu import host
 
         host.autocast_as_cuda()
-    compared, changed = variants(options), rebatched(options)
-    compute_log_probs(ProbeTask(options, masters, tokenizer, token_prompts, length, work), [*compared, *changed])
+    compared = variants(options)
+    compute_log_probs(ProbeTask(options, masters, tokenizer, token_prompts, length, work), compared)
     rows, positions = compare(compared, work), masters.config.max_position_embeddings
     report = {
         "settings": settings,
@@ -49,7 +49,6 @@ def measure(options: ProbeOptions) -> dict:
         "findings": summarize(options, rows, positions, exact_dtype(masters)),
         "positions": positions,
         "rows": rows,
-        "rebatched": compare(changed, work),
     }
     write(options, report)
     return report

@@ -29,7 +29,7 @@ VARIABLES = {
     "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-DEVICE-ROWSxSAMPLES",
 }
 REGIMES = [name for name in options("precision") if name != "fp32"]
-MEASURED = {"PRECISION": " ".join(REGIMES), "WIRE": "fp32", "HEAD": "none", "BATCH": "none"}
+MEASURED = {"PRECISION": " ".join(REGIMES), "WIRE": "fp32", "HEAD": "none"}
 
 
 @dataclass(frozen=True)

@@ -9,17 +9,14 @@ Exit code 0: every step passed, or was skipped for a missing package or dtype; 1
 refusal; 130: interrupted.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
-from verl_precision.errors import Refused
 from verl_precision.files import check_room
 from verl_precision.format import duration
 from verl_precision.paths import OUTPUTS, REPO
 from verl_precision.process import interrupt_on_signals
-from verl_precision.verify.step import Step, VerifiedDevice
-from verl_precision.verify.steps import STAGES, STEPS
-from verl_precision.words import alternatives, device, file_path, gpu_present, parse_words
+from verl_precision.verify.steps import STAGES, STEPS, Step, VerifiedDevice
+from verl_precision.words import device, file_path, parse_words, some_of
 
 VERIFIED = OUTPUTS / "verify-gpu"
 VARIABLES = {
@@ -30,46 +27,30 @@ VARIABLES = {
 }
 
 
-@dataclass(frozen=True)
-class VerifyOptions:
-    """Options of the command line; ``steps`` are those that ONLY names, none if it is not set."""
-
-    steps: tuple[Step, ...]
-    out: Path
-    target: VerifiedDevice
-
-
-def parse(words: list[str]) -> VerifyOptions:
-    """Parse ``NAME=VALUE`` words.
+def parse(words: list[str]) -> tuple[list[Step], Path, VerifiedDevice]:
+    """Return the steps that ONLY names, none if it is not set, the folder of the report, and what is verified.
 
     Raises:
         Refused: a name or a value is not allowed.
     """
     values = parse_words(words, VARIABLES)
-    named = values.get("ONLY", "").split()
-    allowed = list(dict.fromkeys([*STAGES, *(step.name for step in STEPS)]))
-    for name in named:
-        if name not in allowed:
-            raise Refused(f"ONLY={name}: {alternatives(name, allowed, 'stages and steps')}")
-    chosen = device(values)
-    if chosen == "cuda" and not gpu_present():  # which RAY_ADDRESS would excuse
-        raise Refused("DEVICE=cuda: nvidia-smi finds no GPU here; use DEVICE=cpu")
-    out = Path(file_path(values, "OUT") or (REPO / "docs/results/gpu" if chosen == "cuda" else VERIFIED))
+    named = some_of(values, "ONLY", list(dict.fromkeys([*STAGES, *(step.name for step in STEPS)])), default="")
+    target = VerifiedDevice(device(values), Path(file_path(values, "WORK") or VERIFIED / "work"))
+    out = Path(file_path(values, "OUT") or (VERIFIED if target.small else REPO / "docs/results/gpu"))
     check_room(out)
-    steps = tuple(step for step in STEPS if {step.name, step.stage} & set(named))
-    return VerifyOptions(steps, out, VerifiedDevice(chosen, Path(file_path(values, "WORK") or VERIFIED / "work")))
+    return [step for step in STEPS if {step.name, step.stage} & set(named)], out, target
 
 
-def main(options: VerifyOptions) -> int:
-    from verl_precision.verify.record import Verification, device_name
-    from verl_precision.verify.report import counts, write
+def main(words: list[str]) -> int:
+    from verl_precision.verify.report import Verification, counts, device_name, write
 
     interrupt_on_signals()
-    record = Verification.open(options.out, device_name(options.target.device))
-    chosen = options.steps or tuple(step for step in STEPS if not record.passed(step))
-    for number, step in enumerate(chosen, start=1):
-        print(f"{number}/{len(chosen)} {step.stage}, {step.name} …", end=" ", flush=True)
-        result = step.run(options.target)
+    named, out, target = parse(words)
+    record = Verification.open(out, device_name(target.device))
+    steps = named or [step for step in STEPS if not record.passed(step)]
+    for number, step in enumerate(steps, start=1):
+        print(f"{number}/{len(steps)} {step.stage}, {step.name} …", end=" ", flush=True)
+        result = step.run(target)
         took = f" in {duration(result['seconds'])}" if "seconds" in result else ""
         print(f"{result['status']}{took}{': ' + result['reason'] if 'reason' in result else ''}", flush=True)
         record.add(step, result)

@@ -2,8 +2,8 @@
 
 The rollout is Hugging Face's model in this process, or an offline vLLM in another. ``OUT/work`` has a file for each,
 once it is complete, so that an interrupted probe can resume: ``ROLLOUT.jsonl`` contains the ``answers`` (token ids) to
-a prompt in each line and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the ``log_probs`` of the same tokens; both,
-of a mixture, also ``experts`` where these can be observed. A line with ``overflow`` is the last one of its file.
+a prompt in each line and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the ``log_probs`` of the same tokens. A line
+with ``overflow`` is the last one of its file.
 """
 
 import hashlib
@@ -93,13 +93,12 @@ def compute_log_probs(task: ProbeTask, variants: Iterable[Variant]) -> None:
     """Compute the log-probabilities of all variants that are not in the work folder yet."""
     answer = generate_by_vllm if task.options.backend == "vllm" else generate_by_hf
     for variant in variants:
-        file = variant.rollout_file(task.work)
+        scored, file = variant.files(task.work)
         if not file.exists():
             answer(task, variant.rollout, file)
         rolled_out = read_jsonl(file)
-        for scored, trainer in variant.trainer_files(task.work).items():
-            if not scored.exists() and "overflow" not in rolled_out[-1]:
-                score_by_trainer(task, trainer, rolled_out, scored)
+        if not scored.exists() and "overflow" not in rolled_out[-1]:
+            score_by_trainer(task, variant.trainer, rolled_out, scored)
 
 
 def generate_by_hf(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> None:
@@ -151,12 +150,9 @@ def score_by_trainer(task: ProbeTask, trainer: TrainerNumerics, rolled_out: list
     """Compute the log-probabilities of a rollout's answers by a trainer."""
     model = build(task.masters, trainer, task.options.device)
 
-    def answers(index: int) -> list[tuple[list[int], list[int]]]:
-        return [(task.prompts[index], answer) for answer in rolled_out[index]["answers"]]
-
     def log_probs(index: int) -> dict:
-        others = answers((index + 1) % len(rolled_out))
-        return token_log_probs(model, trainer, answers(index), others, task.options.temperature)
+        answers = [(task.prompts[index], answer) for answer in rolled_out[index]["answers"]]
+        return token_log_probs(model, trainer.dtype, answers, task.options.temperature)
 
     write_lines(file, len(task.prompts), log_probs)
     if task.options.device == "cuda":

@@ -26,8 +26,6 @@ class Answer:
     prompt: int  # its index
     trainer: np.ndarray  # log-probabilities, float64
     rollout: np.ndarray
-    trainer_experts: np.ndarray | None = None  # fingerprints, int64, of a mixture where both sides' are observed
-    rollout_experts: np.ndarray | None = None
 
     @property
     def log_ratio(self) -> np.ndarray:
@@ -128,8 +126,7 @@ def measure(answers: list[Answer]) -> dict:
         ``prompts``, ``sequences``, ``tokens``, ``longest``; as ``Estimate``, ``k3`` (nats), ``probs_diff`` (mean |Δp|)
         and ``equal`` (share of tokens with bitwise equal log-probabilities); ``largest`` |d|; ``rate``, λ per token,
         estimated from blocks of ``block`` tokens; ``growth``, the ratio of that λ to the λ of single tokens, 1 if their
-        terms are independent; ``curve``, ``ess_at_length`` of each length. With fingerprints of experts also
-        ``other_experts``, the share of tokens whose experts differ in any layer, as ``Estimate``.
+        terms are independent; ``curve``, ``ess_at_length`` of each length.
     """
     bootstrap = Bootstrap([answer.prompt for answer in answers])
     sizes = np.array([len(answer.rollout) for answer in answers])
@@ -145,7 +142,7 @@ def measure(answers: list[Answer]) -> dict:
         return np.where(one == 0, 1, other / one)  # 0 where the log-probabilities are equal
 
     measured = [length for length in powers if (sizes >= length).sum() >= LEAST]
-    result = {
+    return {
         "prompts": len(set(answer.prompt for answer in answers)),
         "sequences": len(answers),
         "tokens": int(sizes.sum()),
@@ -159,6 +156,3 @@ def measure(answers: list[Answer]) -> dict:
         "growth": bootstrap(ratio, *single, *joint),
         "curve": [ess_at_length(bootstrap, answers, length, rate) for length in sorted({*measured, *LENGTHS})],
     }
-    if answers[0].trainer_experts is not None:
-        result["other_experts"] = mean([(each.trainer_experts != each.rollout_experts).sum() for each in answers])
-    return result

@@ -25,7 +25,6 @@ VARIABLES = {
     "PRECISION": "the regimes, default all: {precision}",
     "WIRE": "the dtypes in which weights are sent to the rollout, default all: fp32, bf16, fp16",
     "HEAD": "which sides compute the head in fp32, default all: none, both, trainer, rollout",
-    "BATCH": "how micro-batches differ between two passes of the trainer, default all: size, padding, packing; or none",
     "ROWS": "number of prompts, default 32",
     "SAMPLES": "answers per prompt, default 8",
     "LENGTH": "most tokens of an answer, default as many as the model's positions allow, up to 1024",
@@ -37,7 +36,6 @@ VARIABLES = {
 }
 WIRES = ["fp32", "bf16", "fp16"]
 HEADS = {"none": (False, False), "both": (True, True), "trainer": (True, False), "rollout": (False, True)}
-BATCHES = ["size", "padding", "packing"]
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,6 @@ class ProbeOptions(ModelOptions):
     precision: tuple[str, ...]
     wire: tuple[str, ...]
     head: tuple[str, ...]
-    batch: tuple[str, ...]
     samples: int
     backend: str
     seed: int
@@ -124,7 +121,6 @@ def parse(words: list[str]) -> ProbeOptions:
         precision=several(values, "PRECISION", options("precision")),
         wire=several(values, "WIRE", WIRES),
         head=several(values, "HEAD", list(HEADS)),
-        batch=several(values, "BATCH", BATCHES) if values.get("BATCH") != "none" else (),
         samples=whole_number(values, "SAMPLES", 1, 8),
         backend=backend,
         seed=whole_number(values, "SEED", 0, 1),

@@ -1,10 +1,10 @@
-"""Compare trainer and rollout, and the trainer with itself, in every variant of a probe; report the mismatch."""
+"""Compare trainer and rollout in every variant of a probe, and report the mismatch."""
 
 import dataclasses
 import importlib.metadata
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import matplotlib
@@ -24,11 +24,6 @@ import matplotlib.pyplot as plt  # noqa: E402
 
 COLUMNS = (512, 8192, 32768)  # response lengths in the table
 SHOWN = 8192  # the length of the sequences whose weights the verdict judges
-CHANGED = {
-    "size": "twice the rows, padded",
-    "padding": "the same rows, packed instead of padded",
-    "packing": "twice the rows, packed",
-}
 
 
 def compare(variants: Iterable[Variant], work: Path) -> list[dict]:
@@ -39,18 +34,17 @@ def compare(variants: Iterable[Variant], work: Path) -> list[dict]:
         overflows = [line["overflow"] for file in reversed(lines) for line in file if "overflow" in line]
         if overflows:
             rows.append(variant.columns() | {"overflow": overflows[0]})
-        elif all(lines):  # no trainer has scored a rollout that overflowed, so none is compared with itself
+        else:
             rows.append(variant.columns() | measure(answers_of(*lines)))
     return rows
 
 
 def answers_of(scored: list[dict], rolled_out: list[dict]) -> list[Answer]:
-    """Return the answers to all prompts, with experts if both sides have them."""
-    names = [name for name in ("log_probs", "experts") if name in scored[0] and name in rolled_out[0]]
+    """Return the answers to all prompts."""
     answers = []
     for prompt, lines in enumerate(zip(scored, rolled_out, strict=True)):
-        columns = [line[name] for name in names for line in lines]  # each has an entry per answer
-        answers += [Answer(prompt, *map(np.array, answer)) for answer in zip(*columns, strict=True)]
+        pairs = zip(*(line["log_probs"] for line in lines), strict=True)
+        answers += [Answer(prompt, np.array(trainer), np.array(rollout)) for trainer, rollout in pairs]
     return answers
 
 
@@ -112,35 +106,20 @@ def label(row: dict) -> str:
     return row["regime"] + wire + head
 
 
-def tables(report: dict) -> list[list[list[str]]]:
-    """Return the rows, headings first, of the table of trainer and rollout and that of the trainer with itself."""
-    mixture = any("other_experts" in row for row in report["rows"] + report["rebatched"])
-    first = ["k3, nats a token (95 %)", "mean |Δp|"]
-    last = ["bitwise equal (95 %)", *(["other experts (95 %)"] if mixture else [])]
-    compared = [["regime", "wire", "fp32 head", *first, *(f"ESS/N at {length}" for length in COLUMNS), *last]]
-    for row in report["rows"]:
-        compared.append([row["regime"], row["wire"], row["fp32_head"], *statistics(row, COLUMNS, mixture)])
-    itself = [["regime", "the trainer's micro-batches", *first, *last]]
-    for row in report["rebatched"]:
-        itself.append([row["regime"], CHANGED[row["change"]], *statistics(row, (), mixture)])
-    return [compared, itself] if report["rebatched"] else [compared]
+def table(rows: list[dict]) -> list[list[str]]:
+    """Return the table of the measured ``rows``, headings first."""
+    numbers = ["k3, nats a token (95 %)", "mean |Δp|", *(f"ESS/N at {length}" for length in COLUMNS)]
+    lines = [["regime", "wire", "fp32 head", *numbers, "bitwise equal (95 %)"]]
+    for row in rows:
+        variant = [row["regime"], row["wire"], row["fp32_head"]]
+        lines.append([*variant, row["overflow"], *[""] * len(numbers)] if "overflow" in row else variant + cells(row))
+    return lines
 
 
-def statistics(row: dict, lengths: Sequence[int], mixture: bool) -> list[str]:
-    """Return the cells of what was measured, with ESS/N at some ``lengths``."""
-    if "overflow" in row:
-        return [row["overflow"], *[""] * (len(lengths) + 2 + mixture)]
+def cells(row: dict) -> list[str]:
     ess = {point["length"]: point["ess"].text(".3f") for point in row["curve"]}
     equal = "bitwise" if row["equal"].value == 1 else row["equal"].text(".2%")
-    cells = [row["k3"].text(".2g"), f"{row['probs_diff'].value:.2g}", *(ess[length] for length in lengths), equal]
-    return [*cells, other_experts(row)] if mixture else cells
-
-
-def other_experts(row: dict) -> str:
-    """Format the share of tokens with other experts: ``none of`` all if it is 0, ``-`` where it is not observed."""
-    if "other_experts" not in row:
-        return "-"
-    return row["other_experts"].text(".2%") if row["other_experts"].value else f"none of {row['tokens']}"
+    return [row["k3"].text(".2g"), f"{row['probs_diff'].value:.2g}", *(ess[length] for length in COLUMNS), equal]
 
 
 def versions(options: ProbeOptions) -> dict[str, str]:
@@ -151,19 +130,15 @@ def versions(options: ProbeOptions) -> dict[str, str]:
 
 def write(options: ProbeOptions, report: dict) -> None:
     """Write the report's ``.md``, ``.json`` and, unless every variant overflowed, ``.png``, and print it."""
-    first, *others = tables(report)
-    blocks = [markdown_table(headings, rows) for headings, *rows in (first, *others)]
-    if others:
-        blocks.insert(1, ["The trainer against itself, on the answers of each regime's rollout:"])
-    files = [options.report(suffix) for suffix in (".png", ".md", ".json")]
-    figure, text, numbers = files
-    blocks.append([f"![k3 of each line, and effective sample size against response length]({figure.name})"])
+    headings, *rows = table(report["rows"])
+    figure, text, numbers = files = [options.report(suffix) for suffix in (".png", ".md", ".json")]
+    image = f"![k3 of each line, and effective sample size against response length]({figure.name})"
     title = f"Mismatch of {options.name} before training ({options.backend})"
-    text.write_text(page.markdown(title, report["findings"], *blocks))
+    text.write_text(page.markdown(title, report["findings"], markdown_table(headings, rows), [image]))
     write_json(numbers, json.loads(json.dumps(report, default=dataclasses.asdict)))
     if any("overflow" not in row for row in report["rows"]):
         plot(options, report)
-    page.show([first, *others], report["findings"], files)
+    page.show([headings, *rows], report["findings"], files)
 
 
 def plot(options: ProbeOptions, report: dict) -> None:

@@ -1,7 +1,7 @@
-"""List what a probe compares: trainers with rollouts, and trainers with themselves in other micro-batches."""
+"""List the trainers and rollouts that a probe compares, and refuse those that cannot run here."""
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -14,43 +14,23 @@ from verl_precision.paths import CONFIGS
 from verl_precision.probe.numerics import RolloutNumerics, TrainerNumerics
 from verl_precision.probe.options import HEADS, ProbeOptions
 
-# How the micro-batches of two passes of a trainer differ: what is replaced in the numerics of the one and the other.
-CHANGES = {
-    "size": ({}, {"doubled": True}),
-    "padding": ({}, {"packed": True}),
-    "packing": ({"packed": True}, {"packed": True, "doubled": True}),
-}
-
 
 @dataclass(frozen=True)
 class Variant:
-    """A row of the report: a regime, its wire, which heads compute in fp32, and what its trainer is compared with."""
+    """A row of the report: a regime, its wire, and which heads compute in fp32."""
 
     regime: str
     wire: str
     head: str
     trainer: TrainerNumerics
     rollout: RolloutNumerics
-    change: str | None = None  # a key of CHANGES; None for the comparison with the rollout
-    other: TrainerNumerics | None = None  # with a change: compared instead of the rollout, on its answers
-
-    def rollout_file(self, work: Path) -> Path:
-        return work / f"{self.rollout.name}.jsonl"
-
-    def trainer_files(self, work: Path) -> dict[Path, TrainerNumerics]:
-        """Return the files of all trainers, the other one first."""
-        trainers = [trainer for trainer in (self.other, self.trainer) if trainer]
-        return {work / f"{trainer.name}-on-{self.rollout.name}.jsonl": trainer for trainer in trainers}
 
     def files(self, work: Path) -> tuple[Path, Path]:
-        """Return the files of the log-probabilities that are compared: the trainer's, and the rollout's or other's."""
-        *other, trainer = self.trainer_files(work)
-        return trainer, other[0] if other else self.rollout_file(work)
+        """Return the files of the trainer's log-probabilities and of the rollout's."""
+        return work / f"{self.trainer.name}-on-{self.rollout.name}.jsonl", work / f"{self.rollout.name}.jsonl"
 
     def columns(self) -> dict[str, str]:
         """Return what identifies the row in the JSON report."""
-        if self.change:
-            return {"regime": self.regime, "change": self.change}
         dtypes = {"train": self.trainer.dtype, "infer": self.rollout.dtype}
         return {"regime": self.regime, "wire": self.wire, "fp32_head": self.head} | dtypes
 
@@ -70,21 +50,6 @@ def variants(options: ProbeOptions) -> list[Variant]:
             rollout = RolloutNumerics(infer, rounded, rollout_head and infer != "fp32")
             distinct.setdefault((regime, trainer, rollout), Variant(regime, wire, head, trainer, rollout))
     return list(distinct.values())
-
-
-def rebatched(options: ProbeOptions) -> list[Variant]:
-    """Return every change of micro-batches in the trainer of each regime.
-
-    In verl such a change makes ``log_prob`` differ from ``old_log_prob`` on-policy, where
-    ``log_prob_micro_batch_size_per_gpu`` is twice ``ppo_micro_batch_size_per_gpu``, as verl recommends.
-    """
-    plain = replace(options, wire=options.wire[:1], head=options.head[:1])
-    changed = []
-    for regime in variants(plain):
-        for change in options.batch:
-            other, trainer = (replace(regime.trainer, **each) for each in CHANGES[change])
-            changed.append(replace(regime, change=change, trainer=trainer, other=other))
-    return changed
 
 
 def refused_regimes(options: ProbeOptions) -> dict[str, str]:

@@ -14,7 +14,6 @@ LENGTH = 16384  # terms of a sum: the tokens of a micro-batch, over which a weig
 
 
 def gpu() -> dict[str, object]:
-    """Return what torch and the driver report of the current GPU."""
     properties, memory = torch.cuda.get_device_properties(0), torch.cuda.mem_get_info(0)
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]  # of all GPUs

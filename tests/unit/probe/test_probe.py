@@ -49,7 +49,6 @@ PROBES = {
         "PRECISION=fp16",
         "WIRE=fp32 bf16",
         "HEAD=none",
-        "BATCH=none",
     ),
 }
 SEVERAL = """
@@ -130,25 +129,6 @@ def test_report_covers_every_variant(probes):
 
 
 @pytest.mark.subprocess
-def test_trainer_is_compared_with_itself(probes):
-    report = json.loads((probes[0] / "every/probe-model.json").read_text())
-    assert [(row["regime"], row["change"]) for row in report["rebatched"]] == [
-        (regime, change)
-        for regime in ("bf16", "bf16_train_fp16_infer", "fp16", "fp32")
-        for change in ("size", "padding", "packing")
-    ]
-    whole = {row["regime"]: row for row in report["rows"] if (row["wire"], row["fp32_head"]) == ("fp32", "none")}
-    for row in report["rebatched"]:
-        assert row["tokens"] == whole[row["regime"]]["tokens"], "of the same answers"
-        assert row["k3"]["high"] < whole[row["regime"]]["k3"]["low"] and row["equal"]["value"] > 0.5
-    padding = {row["regime"]: row for row in report["rebatched"] if row["change"] == "padding"}
-    assert padding["fp32"]["equal"]["value"] < 1, "packed rows are summed in another order"
-    text = (probes[0] / "every/probe-model.md").read_text()
-    assert text.count("the same rows, packed instead of padded") == 4
-    assert "trainer's micro-batches" not in (probes[0] / "exact/probe-half-0.5B.md").read_text(), "BATCH=none"
-
-
-@pytest.mark.subprocess
 def test_interrupted_probe_resumes(folder, tmp_path, probes):
     out = tmp_path / "out"
     words = words_of(folder, out, "model", *SIZE, "PRECISION=bf16 fp16 fp32", *PLAIN)
@@ -197,9 +177,8 @@ def test_variants_are_compared_up_to_an_overflow_of_either_side(tmp_path):
     trainer.write_text(f"{json.dumps({'log_probs': line['log_probs']})}\n" * 2)
     (found,) = compare([fp16], tmp_path)
     assert (found["prompts"], found["sequences"], found["equal"].value) == (2, 4, 1) and "overflow" not in found
-    itself = replace(fp16, change="size", trainer=replace(fp16.trainer, doubled=True), other=fp16.trainer)
-    itself.files(tmp_path)[0].write_text('{"log_probs": [[-0.5, -1.5], [-0.25]]}\n' * 2)
-    (found,) = compare([itself], tmp_path)
+    trainer.write_text('{"log_probs": [[-0.5, -1.5], [-0.25]]}\n' * 2)
+    (found,) = compare([fp16], tmp_path)
     assert (found["equal"].value, found["largest"]) == (2 / 3, 0.5)
     with trainer.open("a") as file:
         file.write('{"overflow": "the trainer\'s"}\n')
@@ -251,7 +230,7 @@ def test_both_sides_divide_the_logits_by_the_temperature(folder):
     model = build(masters, TrainerNumerics("fp32", False), "cpu")
     line = generate(model, "fp32", [1, 2, 3], 4, 12, set(), seeded(), temperature=0.5)
     pairs = [([1, 2, 3], answer) for answer in line["answers"]]
-    found = {at: token_log_probs(model, TrainerNumerics("fp32", False), pairs, [], at)["log_probs"] for at in (0.5, 1)}
+    found = {at: token_log_probs(model, "fp32", pairs, at)["log_probs"] for at in (0.5, 1)}
     rollout = torch.tensor(line["log_probs"])
     assert torch.allclose(torch.tensor(found[0.5]), rollout, atol=1e-4)
     assert not torch.allclose(torch.tensor(found[1]), rollout, atol=0.1)

@@ -11,7 +11,6 @@ from support import gpu_state as state
 from support.report_runs import write_metrics
 from support.trees import RELEASE, edit, patched_tree
 
-from recipes.arithmetic.model import build_model, build_tokenizer
 from verl_precision.commands import verify_gpu
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu
@@ -20,11 +19,9 @@ from verl_precision.files import write_json
 from verl_precision.patch.releases import VERL, find_release
 from verl_precision.patch.stack import release_stacks
 from verl_precision.paths import REPO
-from verl_precision.verify.long_model import config
-from verl_precision.verify.record import Verification, device_name, versions
-from verl_precision.verify.report import markdown, write
-from verl_precision.verify.step import Step, VerifiedDevice
-from verl_precision.verify.steps import STAGES, STEPS, outcomes, trained
+from verl_precision.verify import long_model
+from verl_precision.verify.report import Verification, device_name, markdown, versions, write
+from verl_precision.verify.steps import STAGES, STEPS, Step, VerifiedDevice, outcomes, trained
 
 SLEEP = "import time; time.sleep(600)"
 FAIL = "print('first line'); raise SystemExit('the cause')"
@@ -67,7 +64,7 @@ def test_result_of_a_step_has_its_reason(made, status, reason, tmp_path):
 def test_step_in_bf16_is_skipped_on_a_gpu_without(tmp_path, monkeypatch):
     for bf16 in (True, False):
         monkeypatch.setattr(
-            "verl_precision.verify.step.find_gpus", lambda bf16=bf16: (Gpu("a GPU", (7, 5), bf16, True),)
+            "verl_precision.verify.steps.find_gpus", lambda bf16=bf16: (Gpu("a GPU", (7, 5), bf16, True),)
         )
         assert step(WRITE, bf16=True).run(VerifiedDevice("cuda", tmp_path))["status"] == (
             "passed" if bf16 else "skipped"
@@ -86,15 +83,15 @@ def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp
     assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
     assert "\n## Cost\n\n### layers\n\n#### Sizes\n\n7\n" in text and "gone" not in text
     assert text.rstrip().endswith("![layers](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
-    monkeypatch.setattr("verl_precision.verify.record.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("verl_precision.verify.report.versions", lambda: {"torch": "another"})
     assert not Verification.open(tmp_path, made.content["name"]).passed(layers), "other versions begin anew"
 
 
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["ONLY=nmuerics"], "ONLY=nmuerics: did you mean numerics?"),
-        (["ONLY=cost probes"], "ONLY=probes: did you mean probe?"),
+        (["ONLY=nmuerics"], "ONLY=nmuerics: must be one of machine, numerics, job, "),
+        (["ONLY=cost probes"], "ONLY=probes: must be one of machine"),
         (["DEVICE=tpu"], "DEVICE=tpu: must be one of cpu, cuda"),
         (["SIZE=1"], "SIZE: is not a variable"),
     ],
@@ -106,9 +103,9 @@ def test_bad_words_are_refused(words, named):
 
 
 def test_only_names_stages_and_steps(tmp_path):
-    chosen = verify_gpu.parse(["DEVICE=cpu", "ONLY=machine sanity-bf16", f"OUT={tmp_path}"])
-    assert [step.name for step in chosen.steps] == ["hardware", "doctor", "sanity-bf16"]
-    assert verify_gpu.parse(["DEVICE=cpu"]).out == verify_gpu.VERIFIED, "a CPU is not reported in docs"
+    steps, out, target = verify_gpu.parse(["DEVICE=cpu", "ONLY=machine sanity-bf16", f"OUT={tmp_path}"])
+    assert [step.name for step in steps] == ["hardware", "doctor", "sanity-bf16"] and out == tmp_path and target.small
+    assert verify_gpu.parse(["DEVICE=cpu"])[:2] == ([], verify_gpu.VERIFIED), "a CPU is not reported in docs"
     assert {step.stage for step in STEPS} == set(STAGES) and len({step.name for step in STEPS}) == len(STEPS)
 
 
@@ -122,9 +119,9 @@ def test_a_failed_steps_log_goes_when_it_passes(tmp_path):
 
 
 def test_gpu_is_the_one_that_torch_sees(monkeypatch):
-    monkeypatch.setattr("verl_precision.verify.record.find_gpus", lambda: (Gpu("GPU 1", (9, 0), True, True),))
+    monkeypatch.setattr("verl_precision.verify.report.find_gpus", lambda: (Gpu("GPU 1", (9, 0), True, True),))
     assert device_name("cuda") == "GPU 1" and device_name("cpu") == "CPU"
-    monkeypatch.setattr("verl_precision.verify.record.find_gpus", lambda: ())
+    monkeypatch.setattr("verl_precision.verify.report.find_gpus", lambda: ())
     with pytest.raises(Refused, match="^DEVICE=cuda: the torch of this Python finds no GPU; check CUDA_VISIBLE"):
         device_name("cuda")
 
@@ -190,13 +187,15 @@ def test_engine_step_tests_the_installed_tree_of_either_series(tmp_path):
 
 def test_stack_of_a_record_is_that_of_the_installed_verl(tmp_path, monkeypatch):
     tree = patched_tree(RELEASE, tmp_path, None, fixes=False)
-    monkeypatch.setattr("verl_precision.verify.record.package_folder", lambda name: tree / name)
+    monkeypatch.setattr("verl_precision.verify.report.package_folder", lambda name: tree / name)
     assert versions()["stack"] == release_stacks(find_release(RELEASE))[0].id
     (tree / VERL.stamp).unlink()
     assert versions()["stack"] == "none"
 
 
-def test_wide_model_has_as_many_layer_types_as_layers():
-    wide = config(build_model(build_tokenizer(), seed=0).config, 1024, tiny=False)
-    assert len(wide.layer_types) == wide.num_hidden_layers == 12
-    assert wide.max_position_embeddings == 1040
+def test_wide_model_answers_as_long_as_asked(tmp_path, monkeypatch):
+    monkeypatch.setitem(long_model.WIDE, "intermediate_size", 8)
+    long_model.main("1024", str(tmp_path))
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["hidden_size"], len(config["layer_types"]), config["max_position_embeddings"]) == (768, 12, 1040)
+    assert (tmp_path / "tokenizer.json").exists()

@@ -105,9 +105,9 @@ def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: st
     return value
 
 
-def some_of(values: Mapping[str, str], name: str, allowed: list[str], default: str) -> tuple[str, ...]:
-    """Return the words of a variable that takes some of ``allowed``, each once."""
-    words = values.get(name, default).split()
+def some_of(values: Mapping[str, str], name: str, allowed: list[str], default: str | None = None) -> tuple[str, ...]:
+    """Return the words of a variable that takes some of ``allowed``, each once; all by default."""
+    words = values.get(name, " ".join(allowed) if default is None else default).split()
     return tuple(dict.fromkeys(one_of({name: word}, name, allowed, "") for word in words))
 
 

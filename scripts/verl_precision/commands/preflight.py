@@ -3,7 +3,7 @@
 Samples answers to prompts, as a rollout does, and runs forward and backward passes over them in fp32. Reports which
 modules exceed fp16's range, how many gradients would vanish, a first loss scale, which modules to keep in fp32, and
 which ones the model's class keeps so itself.
-Writes report.md and preflight.png to the folder OUT. Exit code 0: measured, whatever the verdict; 1: refused or
+Writes report.md to the folder OUT. Exit code 0: measured, whatever the verdict; 1: refused or
 failed; 130: interrupted.
 """
 
@@ -15,9 +15,17 @@ from verl_precision.format import markdown_table
 from verl_precision.patch.precision_module import load_precision
 from verl_precision.paths import OUTPUTS, REPO
 from verl_precision.probe import page
-from verl_precision.probe.model import answer_length, end_tokens, load, prepare_sanity, prompts, token_ids
-from verl_precision.probe.options import VARIABLES as PROBE
-from verl_precision.probe.options import ModelOptions, model_options
+from verl_precision.probe.model import VARIABLES as PROBE
+from verl_precision.probe.model import (
+    ModelOptions,
+    answer_length,
+    end_tokens,
+    load,
+    model_options,
+    prepare_sanity,
+    prompts,
+    token_ids,
+)
 from verl_precision.words import parse_words
 
 LENGTH = 128  # most tokens of an answer, unless LENGTH is set
@@ -47,7 +55,7 @@ def examine(options: ModelOptions) -> dict:
     import torch
     from tqdm import tqdm
 
-    from verl_precision.probe.fp16_range import assess, findings, measure, plot, table
+    from verl_precision.probe.fp16_range import assess, findings, measure, table
     from verl_precision.probe.numerics import generate
 
     rollout = float16_support(options.model)
@@ -76,11 +84,10 @@ def examine(options: ModelOptions) -> dict:
     found["measured"] = f"{options.rows} answers, {tokens} tokens, one mini-batch, in fp32 on {options.device}"
     overrides = assessment.overrides(rollout)
     options.out.mkdir(parents=True, exist_ok=True)
-    text, figure = options.out / "report.md", options.out / "preflight.png"
+    text = options.out / "report.md"
     blocks = ["```", *overrides, "```"], markdown_table(rows[0], rows[1:])
     text.write_text(page.markdown(f"fp16 preflight of {options.name}", found, *blocks))
-    plot(assessment, options.name, figure)
-    page.show(rows, found, [figure, text, "", shlex.join(overrides)])
+    page.show(rows, found, [text, "", shlex.join(overrides)])
     return {
         "findings": found,
         "misfit": assessment.misfit is not None,

@@ -9,10 +9,9 @@ Exit code 0: measured, whatever the verdict; 1: refused or failed; 130: interrup
 import sys
 
 from verl_precision.paths import REPO
-from verl_precision.probe.model import answer_length, load, prepare_sanity, prompts, token_ids
-from verl_precision.probe.options import VARIABLES as VARIABLES  # its options
-from verl_precision.probe.options import ProbeOptions
-from verl_precision.probe.options import parse as parse
+from verl_precision.probe.model import VARIABLES as VARIABLES  # its options
+from verl_precision.probe.model import ProbeOptions, answer_length, load, prepare_sanity, prompts, token_ids
+from verl_precision.probe.model import probe_options as parse
 
 LONGEST = 1024  # the default LENGTH, if the model has the positions
 
@@ -23,30 +22,28 @@ def measure(options: ProbeOptions) -> dict:
     Raises:
         Refused: the model or the data cannot be used, or a regime cannot be measured here.
     """
-    from verl_precision.probe.log_probs import ProbeTask, compute_log_probs, fingerprint, open_work_folder
-    from verl_precision.probe.numerics import exact_dtype
-    from verl_precision.probe.report import compare, summarize, versions, write
-    from verl_precision.probe.variants import check_regimes, variants
+    from verl_precision.probe import log_probs
+    from verl_precision.probe.report import compare, summarize, write
 
-    check_regimes(options)
+    log_probs.check_regimes(options)
     messages = prompts(options.data, options.rows)
     masters, tokenizer = load(options.model)
     token_prompts = [token_ids(tokenizer, each) for each in messages]
     length = answer_length(masters, max(map(len, token_prompts)), LONGEST, options.length)
-    settings = options.settings() | {"LENGTH": length, "weights": fingerprint(masters)}
-    work = open_work_folder(options.out, settings)
+    settings = options.settings() | {"LENGTH": length, "weights": log_probs.fingerprint(masters)}
+    work = log_probs.open_work_folder(options.out, settings)
     if options.device == "cpu":
         sys.path.append(str(REPO))
         from recipes.cpu import host
 
         host.autocast_as_cuda()
-    compared = variants(options)
-    compute_log_probs(ProbeTask(options, masters, tokenizer, token_prompts, length, work), compared)
+    compared = log_probs.variants(options)
+    task = log_probs.ProbeTask(options, masters, tokenizer, token_prompts, length, work)
+    log_probs.compute_log_probs(task, compared)
     rows, positions = compare(compared, work), masters.config.max_position_embeddings
     report = {
         "settings": settings,
-        "versions": versions(options),
-        "findings": summarize(options, rows, positions, exact_dtype(masters)),
+        "findings": summarize(options, rows, positions),
         "positions": positions,
         "rows": rows,
     }

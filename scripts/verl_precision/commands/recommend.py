@@ -8,17 +8,15 @@ the reports of preflight and probe. Exit code 0: measured, whether or not a regi
 """
 
 import shlex
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from verl_precision.commands import preflight, probe
 from verl_precision.errors import Refused
 from verl_precision.files import check_room
 from verl_precision.paths import OUTPUTS
-from verl_precision.probe.model import prepare_sanity
-from verl_precision.probe.options import VARIABLES as PROBE
-from verl_precision.probe.options import ModelOptions, ProbeOptions
-from verl_precision.probe.options import parse as parse_probe
+from verl_precision.probe.model import VARIABLES as PROBE
+from verl_precision.probe.model import ModelOptions, ProbeOptions, prepare_sanity, probe_options
 from verl_precision.words import file_path, options, parse_words, whole_number
 
 SHARED = ("MODEL", "DATA", "ROWS", "SAMPLES", "BACKEND", "DEVICE")  # variables of the probe
@@ -32,30 +30,22 @@ REGIMES = [name for name in options("precision") if name != "fp32"]
 MEASURED = {"PRECISION": " ".join(REGIMES), "WIRE": "fp32", "HEAD": "none"}
 
 
-@dataclass(frozen=True)
-class RecommendOptions:
-    probe: ProbeOptions  # its folder is that of all reports
-    length: int  # tokens of a response
-    words: dict[str, str]  # the given variables without OUT
-
-
-def parse(words: list[str]) -> RecommendOptions:
-    """Parse ``NAME=VALUE`` words."""
+def parse(words: list[str]) -> tuple[ProbeOptions, int, dict[str, str]]:
+    """Return the probe's options, whose folder is that of all reports, the tokens of a response, and the variables."""
     values = parse_words(words, VARIABLES)
     length, tokens = whole_number(values, "LENGTH", 1, 8192), whole_number(values, "TOKENS", 1, None) or ""
     passed = {name: values[name] for name in SHARED if name in values} | MEASURED | {"LENGTH": tokens}
-    measured = parse_probe([f"{name}={value}" for name, value in passed.items()])
+    measured = probe_options([f"{name}={value}" for name, value in passed.items()])
     size = f"{measured.rows}x{measured.samples}{f'-{tokens}' if tokens else ''}"
     name = f"{measured.name}-{measured.backend}-{measured.device}-{size}"
     out = Path(file_path(values, "OUT") or OUTPUTS / "recommend" / name)
     check_room(out)
-    given = {name: value for name, value in values.items() if name != "OUT"}
-    return RecommendOptions(replace(measured, out=out), length, given)
+    return replace(measured, out=out), length, {name: value for name, value in values.items() if name != "OUT"}
 
 
 def runnable(options: ProbeOptions) -> ProbeOptions:
     """Return the options without the regimes that the probe refuses; refused if none is left."""
-    from verl_precision.probe.variants import refused_regimes
+    from verl_precision.probe.log_probs import refused_regimes
 
     refused = refused_regimes(options)
     left = tuple(name for name in options.precision if name not in refused)
@@ -65,17 +55,18 @@ def runnable(options: ProbeOptions) -> ProbeOptions:
     return replace(options, precision=left)
 
 
-def main(options: RecommendOptions) -> int:
-    if not prepare_sanity(options.probe):
+def main(words: list[str]) -> int:
+    measured, length, given = parse(words)
+    if not prepare_sanity(measured):
         return 1
-    measured, out = options.probe, options.probe.out
+    out = measured.out
     shared = measured.model, measured.data, measured.rows, preflight.LENGTH, measured.device
     examined = preflight.examine(ModelOptions(*shared, out / "preflight"))
     report = probe.measure(runnable(replace(measured, out=out / "probe")))
 
     from verl_precision.probe.recommendation import recommend
 
-    found = recommend(examined, report, options.length, options.words)
+    found = recommend(examined, report, length, given)
     lines = [f"- {name}: {text}" for name, text in found.answers.items()]
     if found.unknown:
         lines += ["", "Not decided by these numbers:", "", *(f"- {text}" for text in found.unknown)]

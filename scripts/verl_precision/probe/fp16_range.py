@@ -5,11 +5,10 @@ all values after it.
 """
 
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -33,7 +32,7 @@ def exponent_counts(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def flushed_share(counts: torch.Tensor, log2_scale: int) -> float:
-    """Return the share of non-zero gradients that fp16 rounds to zero at loss scale ``2**log2_scale``; NaN if none."""
+    """Return the share of gradients in ``exponent_counts`` that fp16 rounds to zero at a loss scale; NaN if none."""
     below = counts[: max(FLUSH_EXPONENT - log2_scale - LOWEST_EXPONENT + 1, 0)].sum().item()
     return below / counts.sum().item() if counts.any() else math.nan
 
@@ -88,7 +87,6 @@ def activations_of(tree: object) -> list[torch.Tensor]:
 
 
 def module_ranges(model: torch.nn.Module) -> dict[str, ModuleRange]:
-    """Return an empty record for each module, in the model's order."""
     blocks = set(model._no_split_modules or ())
     own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
     owners = Counter(parameter for parameters in own.values() for parameter in parameters)
@@ -122,26 +120,24 @@ def measure(model: torch.nn.Module, rows: list[tuple[torch.Tensor, int]]) -> dic
     ranges = module_ranges(model)
     tokens = sum(ids.shape[1] - prompt for ids, prompt in rows)
 
-    def watch(module: torch.nn.Module, record: ModuleRange):
-        def forward(module, args, kwargs, output):
-            outputs = activations_of(output)
-            record.input = max(record.input, largest(activations_of((args, kwargs))))
-            record.output = max(record.output, largest(outputs))
-            for tensor in outputs:
-                tensor.register_hook(record.output_gradients.add)
+    def watch(module, args, kwargs, output, record: ModuleRange):
+        outputs = activations_of(output)
+        record.input = max(record.input, largest(activations_of((args, kwargs))))
+        record.output = max(record.output, largest(outputs))
+        for tensor in outputs:
+            tensor.register_hook(record.output_gradients.add)
 
-        return module.register_forward_hook(forward, with_kwargs=True)
+    def watch_weight(parameter, record: ModuleRange):
+        record.weight_gradients.add(parameter.grad)
+        parameter.grad = None  # only the gradients of one pass are in fp16; their sum is in fp32
 
-    def watch_weight(parameter: torch.nn.Parameter, record: ModuleRange):
-        def backward(parameter):
-            record.weight_gradients.add(parameter.grad)
-            parameter.grad = None  # only the gradients of one pass are in fp16; their sum is in fp32
-
-        return parameter.register_post_accumulate_grad_hook(backward)
-
-    hooks = [watch(model.get_submodule(name), record) for name, record in ranges.items()]
+    hooks = []
+    for name, record in ranges.items():
+        module = model.get_submodule(name)
+        hooks.append(module.register_forward_hook(partial(watch, record=record), with_kwargs=True))
     for name, parameter in model.named_parameters():
-        hooks.append(watch_weight(parameter, ranges[name.rpartition(".")[0]]))
+        record = ranges[name.rpartition(".")[0]]
+        hooks.append(parameter.register_post_accumulate_grad_hook(partial(watch_weight, record=record)))
     for done, (ids, prompt) in enumerate(tqdm(rows, "passes", unit="answer"), 1):
         logits = model(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, prompt:], reduction="sum") / tokens
@@ -175,24 +171,19 @@ class Fp16Assessment:
     @property
     def largest_activation(self) -> tuple[float, str]:
         """The largest activation, and the name of its module."""
-        name, record = self.by_activation()[0]
-        return record.activation, name
-
-    def by_activation(self) -> list[tuple[str, ModuleRange]]:
-        """Return the modules and their names, largest activations first."""
-        return sorted(self.ranges.items(), key=lambda item: item[1].activation, reverse=True)
+        return max((record.activation, name) for name, record in self.ranges.items())
 
     def verdict(self) -> str:
-        """Return the verdict as one sentence."""
         if self.misfit is None:
             return "fits with these modules in fp32: " + ", ".join(self.keep) if self.keep else "fp16 fits"
         record = self.ranges[self.misfit]
-        reaches = f"reaches {max(record.activation, record.weight):.3g} at {self.misfit}"
+        what, why = "a value that passes between the modules of a block", ""
+        most = max(record.activation, record.weight)
         if record.block:
-            return f"does not fit: the residual stream {reaches}; no module kept in fp32 helps, use bf16"
-        if record.shared:
-            return f"does not fit: a value {reaches}, which shares its weight and cannot be kept in fp32; use bf16"
-        return f"does not fit: a value that passes between the modules of a block {reaches}; use bf16"
+            what, why = "the residual stream", "; no module kept in fp32 helps"
+        elif record.shared:
+            what, why = "a value", ", which shares its weight and cannot be kept in fp32"
+        return f"does not fit: {what} reaches {most:.3g} at {self.misfit}{why}; use bf16"
 
     def overrides(self, rollout: Float16Support | None = None) -> list[str]:
         """Return Hydra overrides of verl, with a rollout in bfloat16 where ``rollout`` is refused in float16."""
@@ -279,47 +270,10 @@ def findings(assessment: Fp16Assessment, rollout: Float16Support, listed: Mappin
 
 
 def table(assessment: Fp16Assessment) -> list[list[str]]:
-    """Return the headings and a row per module, largest activations first; shares are of both kinds of gradients."""
-    scales = (0, assessment.log2_scale)
-    gradients = ["output gradient", "weight gradient", *(f"flushed at 2^{log2}" for log2 in scales)]
-    rows = [["module", "activation", "of 65504", *gradients]]
-    for name, record in assessment.by_activation():
-        counts = record.output_gradients.counts + record.weight_gradients.counts
+    """Return the headings and a row per module, largest activations first."""
+    rows = [["module", "activation", "of 65504", "output gradient", "weight gradient"]]
+    for name, record in sorted(assessment.ranges.items(), key=lambda item: item[1].activation, reverse=True):
         cells = [f"{name} (keep)" if name in assessment.keep else name]
         cells += [f"{record.activation:.3g}", f"{record.activation / LARGEST:.2g}"]
-        cells += [f"{record.output_gradients.most:.2g}", f"{record.weight_gradients.most:.2g}"]
-        cells += [f"{flushed_share(counts, log2):.2%}" if counts.any() else "-" for log2 in scales]
-        rows.append(cells)
+        rows.append([*cells, f"{record.output_gradients.most:.2g}", f"{record.weight_gradients.most:.2g}"])
     return rows
-
-
-def plot(assessment: Fp16Assessment, title: str, file: Path) -> None:
-    """Draw the largest activation of each module, and the distribution of gradients over fp16's range."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
-    records = [(place, record) for place, record in enumerate(assessment.ranges.values()) if record.activation]
-    for kind, text in (("block", "residual stream (blocks)"), ("leaf", "leaf modules")):
-        points = {place: record.activation for place, record in records if getattr(record, kind)}
-        left.plot(points.keys(), points.values(), "o", markersize=4, label=text)
-    left.axhline(LARGEST, color="tab:red", label="65504")
-    activation, name = assessment.largest_activation
-    left.set(title=f"largest |activation|: {activation:.3g} at {name}")
-    left.set(yscale="log", xlabel="module, in the model's order")
-    left.legend(fontsize=8)
-
-    edges = torch.arange(BINS + 1) + LOWEST_EXPONENT - 1
-    for kind, counts in assessment.counts.items():
-        right.stairs(counts / counts.sum(), edges, label=f"gradients of {kind}")
-    for log2, color in ((0, "tab:red"), (assessment.log2_scale, "tab:green")):
-        span = FLUSH_EXPONENT - log2, math.log2(LARGEST) - log2
-        right.axvspan(*span, color=color, alpha=0.12, label=f"fp16's range at loss scale 2^{log2}")
-    right.set_xlim(-62, 18 - min(assessment.log2_scale, 0))
-    right.set(xlabel="log2 |gradient|", title="share of the non-zero gradients, a power of two a bin")
-    right.legend(fontsize=8)
-    figure.suptitle(textwrap.fill(f"{title}: {assessment.verdict()}", 160), fontsize=10)
-    figure.savefig(file, dpi=120)
-    plt.close(figure)

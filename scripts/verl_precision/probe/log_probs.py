@@ -1,14 +1,16 @@
-"""Compute the log-probabilities of a probe: a rollout samples answers, then trainers compute those of the same tokens.
+"""List the trainers and rollouts that a probe compares, and compute their log-probabilities.
 
-The rollout is Hugging Face's model in this process, or an offline vLLM in another. ``OUT/work`` has a file for each,
-once it is complete, so that an interrupted probe can resume: ``ROLLOUT.jsonl`` contains the ``answers`` (token ids) to
-a prompt in each line and their ``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the ``log_probs`` of the same tokens. A line
-with ``overflow`` is the last one of its file.
+A rollout samples answers, then trainers compute the log-probabilities of the same tokens. The rollout is Hugging Face's
+model in this process, or an offline vLLM in another. ``OUT/work`` has a file for each, once it is complete, so that an
+interrupted probe can resume: ``ROLLOUT.jsonl`` contains the ``answers`` (token ids) to a prompt in each line and their
+``log_probs``; ``TRAINER-on-ROLLOUT.jsonl`` the ``log_probs`` of the same tokens. A line with ``overflow`` is the last
+one of its file.
 """
 
 import hashlib
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -22,16 +24,77 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from verl_precision.errors import Refused
+from verl_precision.facts.dtypes import short_name
+from verl_precision.facts.gpus import find_gpus
+from verl_precision.facts.vllm_float16 import float16_support
 from verl_precision.files import read_jsonl, write_json
 from verl_precision.paths import CONFIGS, IMPORTS, REPO
-from verl_precision.probe.model import end_tokens
+from verl_precision.probe.model import HEADS, ProbeOptions, end_tokens
 from verl_precision.probe.numerics import Overflow, RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
-from verl_precision.probe.options import ProbeOptions
-from verl_precision.probe.variants import Variant
 from verl_precision.run.log import errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A row of the report: a regime, its wire, and which heads compute in fp32."""
+
+    regime: str
+    wire: str
+    head: str
+    trainer: TrainerNumerics
+    rollout: RolloutNumerics
+
+    def files(self, work: Path) -> tuple[Path, Path]:
+        """Return the files of the trainer's log-probabilities and of the rollout's."""
+        return work / f"{self.trainer.name}-on-{self.rollout.name}.jsonl", work / f"{self.rollout.name}.jsonl"
+
+    def columns(self) -> dict[str, str]:
+        """Return what identifies the row in the JSON report."""
+        dtypes = {"train": self.trainer.dtype, "infer": self.rollout.dtype}
+        return {"regime": self.regime, "wire": self.wire, "fp32_head": self.head} | dtypes
+
+
+def variants(options: ProbeOptions) -> list[Variant]:
+    """Return every regime over every wire, and every head over the first wire; numerically equal ones only once."""
+    distinct: dict[tuple, Variant] = {}
+    for regime in options.precision:
+        config = OmegaConf.load(CONFIGS / "precision" / f"{regime}.yaml").actor_rollout_ref
+        train, infer = short_name(config.actor.dtype), short_name(config.rollout.dtype)
+        wires = [(wire, options.head[0]) for wire in options.wire]
+        for wire, head in wires + [(options.wire[0], head) for head in options.head[1:]]:
+            # A head of an fp32 trainer or rollout is in fp32 anyway, and a wire in the rollout's dtype rounds alike.
+            trainer_head, rollout_head = HEADS[head]
+            rounded = "fp32" if wire == infer else wire
+            trainer = TrainerNumerics(train, trainer_head and train != "fp32")
+            rollout = RolloutNumerics(infer, rounded, rollout_head and infer != "fp32")
+            distinct.setdefault((regime, trainer, rollout), Variant(regime, wire, head, trainer, rollout))
+    return list(distinct.values())
+
+
+def refused_regimes(options: ProbeOptions) -> dict[str, str]:
+    """Return the regimes that a GPU of this machine emulates or that vLLM as the backend refuses, and why."""
+    emulating = [gpu for gpu in find_gpus() if not gpu.bf16] if options.device == "cuda" else []
+    support = float16_support(options.model)
+    refused = {}
+    for each in variants(options):
+        if emulating and "bf16" in (each.trainer.dtype, each.rollout.dtype):
+            refused[each.regime] = f"{emulating[0]} emulates bfloat16"
+        if each.rollout.dtype == "fp16" and options.backend == "vllm" and support.supported is False:
+            refused[each.regime] = f"{support.reason} (BACKEND=hf runs it)"
+    return refused
+
+
+def check_regimes(options: ProbeOptions) -> None:
+    """Refuse regimes that cannot be measured here."""
+    if refused := refused_regimes(options):
+        others = " ".join(name for name in options.precision if name not in refused) or "fp32"
+        raise Refused(
+            f"PRECISION={' '.join(options.precision)}: {'; '.join(dict.fromkeys(refused.values()))}; leave out "
+            f"{' and '.join(refused)}: PRECISION={shlex.quote(others)}"
+        )
 
 
 @dataclass(frozen=True)

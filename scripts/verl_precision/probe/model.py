@@ -1,23 +1,130 @@
-"""Load the model and the prompts of the commands that measure a model before training."""
+"""The model and the prompts of the commands that measure a model before training: their options, and loading them."""
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
-from verl_precision.paths import ARITHMETIC, REPO
-from verl_precision.probe.options import ModelOptions
+from verl_precision.files import check_room
+from verl_precision.paths import ARITHMETIC, OUTPUTS, REPO
 from verl_precision.run.checks import read_sample
 from verl_precision.run.prompt_lengths import no_chat_template
+from verl_precision.words import (
+    device,
+    file_path,
+    finite_number,
+    model_path,
+    one_of,
+    options,
+    parquet_path,
+    parse_words,
+    some_of,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
+VARIABLES = {
+    "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
+    "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
+    "PRECISION": "the regimes, default all: {precision}",
+    "WIRE": "the dtypes in which weights are sent to the rollout, default all: fp32, bf16, fp16",
+    "HEAD": "which sides compute the head in fp32, default all: none, both, trainer, rollout",
+    "ROWS": "number of prompts, default 32",
+    "SAMPLES": "answers per prompt, default 8",
+    "LENGTH": "most tokens of an answer, default as many as the model's positions allow, up to 1024",
+    "BACKEND": "the backend that generates: hf, vllm; default hf",
+    "DEVICE": "cpu or cuda, default: cuda where there is a GPU",
+    "SEED": "seed of the answers, default 1; vLLM's still differ from run to run",
+    "TEMPERATURE": "of sampling; the trainer divides its logits by it, too; default 1",
+    "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",
+}
+HEADS = {"none": (False, False), "both": (True, True), "trainer": (True, False), "rollout": (False, True)}
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The options of every command that measures a model."""
+
+    model: str
+    data: str
+    rows: int
+    length: int | None
+    device: str
+    out: Path
+
+    @property
+    def name(self) -> str:
+        """The model's name in files: of its folder, or that on the Hub with -- for its slash."""
+        return name_in_files(self.model)
+
+
+@dataclass(frozen=True)
+class ProbeOptions(ModelOptions):
+    precision: tuple[str, ...]
+    wire: tuple[str, ...]
+    head: tuple[str, ...]
+    samples: int
+    backend: str
+    seed: int
+    temperature: float
+
+    def report(self, suffix: str) -> Path:
+        return self.out / f"probe-{self.name}{'' if self.backend == 'hf' else f'-{self.backend}'}{suffix}"
+
+    def settings(self) -> dict:
+        """Return the options that a command must share with the one whose work it resumes."""
+        names = ("MODEL", "DATA", "ROWS", "SAMPLES", "BACKEND", "DEVICE", "SEED", "TEMPERATURE")
+        return {name: getattr(self, name.lower()) for name in names}
+
+
+def name_in_files(model: str) -> str:
+    if model == SANITY:
+        return "sanity"
+    return Path(model).name if Path(model).is_absolute() else model.replace("/", "--")
+
+
+def model_options(
+    values: dict[str, str], folder: Path, rows: int, fewest: int = 1, length: int | None = None, suffix: str = ""
+) -> ModelOptions:
+    """Return the options of every command, with default values for ROWS and LENGTH.
+
+    Args:
+        folder: in which OUT is by default named after the model, with ``suffix``.
+        fewest: the least number of ROWS.
+    """
+    model = model_path(values["MODEL"]) if "MODEL" in values else SANITY
+    if "DATA" not in values and model != SANITY:
+        raise Refused(f"DATA: is not set; MODEL={values['MODEL']} needs a parquet file of prompts in verl's schema")
+    out = Path(file_path(values, "OUT") or folder / f"{name_in_files(model)}{suffix}")
+    check_room(out)
+    data = parquet_path(values, "DATA") or str(ARITHMETIC / "train.parquet")
+    numbers = whole_number(values, "ROWS", fewest, rows), whole_number(values, "LENGTH", 1, length)
+    return ModelOptions(model, data, *numbers, device(values), out)
+
+
+def probe_options(words: list[str]) -> ProbeOptions:
+    values = parse_words(words, VARIABLES)
+    backend = one_of(values, "BACKEND", ["hf", "vllm"], "hf")
+    return ProbeOptions(
+        **vars(model_options(values, OUTPUTS / "probe", rows=32, fewest=2, suffix=f"-{backend}")),
+        precision=some_of(values, "PRECISION", options("precision")),
+        wire=some_of(values, "WIRE", ["fp32", "bf16", "fp16"]),
+        head=some_of(values, "HEAD", list(HEADS)),
+        samples=whole_number(values, "SAMPLES", 1, 8),
+        backend=backend,
+        seed=whole_number(values, "SEED", 0, 1),
+        temperature=finite_number(values, "TEMPERATURE", 1.0, above=0.0),
+    )
+
 
 def prepare_sanity(options: ModelOptions) -> bool:
     """Make the sanity task's model and data if they are asked for and missing; return False if that failed."""
-    if not options.is_sanity:
+    if options.model != SANITY:
         return True
     prepare = [sys.executable, "-m", "recipes.arithmetic.prepare", "--out", str(ARITHMETIC), "--seed", "1"]
     return subprocess.run(prepare, cwd=REPO).returncode == 0

@@ -169,9 +169,3 @@ def token_log_probs(
     if not all(row.isfinite().all() for row in log_probs):
         raise Overflow(f"the trainer's log-probabilities are not finite in {dtype}")
     return {"log_probs": [row.tolist() for row in log_probs]}
-
-
-def exact_dtype(masters: "PreTrainedModel") -> str | None:
-    """Return the 16-bit dtype that represents every weight exactly, if there is one."""
-    exact = lambda name: all(torch.equal(each, each.to(torch_dtype(name)).float()) for each in masters.parameters())
-    return next(filter(exact, ("bf16", "fp16")), None)

@@ -6,13 +6,15 @@ the numbers do not decide is listed with the command that measures it.
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from verl_precision.facts.regime import named_dtypes
+from verl_precision.format import significant
 from verl_precision.probe.fp16_range import HEADROOM, LARGEST
-from verl_precision.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, answer_k3, measured_length
+from verl_precision.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, answer_k3
 from verl_precision.sequence_weights import UNTRUNCATED, prediction
 from verl_precision.spelling import spelled
 from verl_precision.words import options
@@ -20,8 +22,7 @@ from verl_precision.words import options
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 
 
-@dataclass(frozen=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     answers: dict[str, str]  # sentences by their subject, each with the numbers behind it
     unknown: list[str]  # what the numbers do not decide, each with what to measure
     overrides: list[str] | None  # of verl's main_ppo; None if no regime is recommended
@@ -52,13 +53,9 @@ def choose(rows: Mapping[str, dict]) -> tuple[str | None, str]:
 def weights_outlook(row: dict, length: int) -> str:
     """Return whether untruncated weights of sequences of ``length`` tokens hold, and their T·k3."""
     total = answer_k3(row, length)
-    numbers = "{} ({}–{})".format(*map(two_digits, (total.value, total.low, total.high)))
-    return f"{prediction(total.low, total.high)} at {length} tokens in {row['regime']}: T·k3 {numbers} nats"
-
-
-def two_digits(value: float) -> str:
-    """Format ``value`` rounded to two digits."""
-    return f"{float(f'{value:.2g}'):g}"
+    value, low, high = (significant(each, 2) for each in astuple(total))
+    k3 = f"T·k3 {value} ({low}–{high}) nats"
+    return f"{prediction(total.low, total.high)} at {length} tokens in {row['regime']}: {k3}"
 
 
 def recommend(preflight: dict, probe: dict, length: int, words: dict[str, str]) -> Recommendation:
@@ -129,9 +126,8 @@ def overrides_with_fp32_rollout(preflight: dict) -> list[str]:
 
 def sequence_weights(row: dict, length: int, positions: int, words: dict[str, str]) -> tuple[str, list[str]]:
     """Return the sentence on sequence weights over ``length`` tokens of a response, and what to measure for it."""
-    measured, doubts = measured_length(row), []
-    how = f"measured at up to {measured} tokens"
-    if length > measured:
+    how, doubts = f"measured at up to {row['block']} tokens", []
+    if length > row["block"]:
         how += f" and widened by a factor of {EXTRAPOLATION} at each end"
         action = f"{repeat(words, TOKENS=length)}, and DATA whose answers are that long"
         if length > positions:
@@ -141,9 +137,6 @@ def sequence_weights(row: dict, length: int, positions: int, words: dict[str, st
         f"{weights_outlook(row, length)}, {how}; a model learned with untruncated weights up to "
         f"{UNTRUNCATED.learned:g} nats and collapsed from {UNTRUNCATED.collapsed:g} nats on"
     )
-    if total := answer_k3(row, length).value:
-        tokens = [two_digits(bound * length / total) for bound in UNTRUNCATED]
-        sentence += f", here {' and '.join(tokens)} tokens"
     if row["growth"].low > 1:
         sentence += f"; sums of {row['block']} tokens vary more than independent ones: fewer, if that goes on"
     return sentence, doubts

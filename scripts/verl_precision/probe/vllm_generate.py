@@ -58,14 +58,12 @@ def generate(request: dict) -> None:
                     [by_token[token].logprob for token, by_token in zip(output.token_ids, output.logprobs, strict=True)]
                     for output in answered.outputs
                 ]
-                line = {"answers": [list(output.token_ids) for output in answered.outputs], "log_probs": log_probs}
-                finite = all(map(math.isfinite, itertools.chain.from_iterable(log_probs)))
-                if not finite:
-                    line = {"overflow": f"the rollout's log-probabilities are not finite in {request['dtype']}"}
-                out.write(json.dumps(line) + "\n")
-                if not finite:
+                if not all(map(math.isfinite, itertools.chain.from_iterable(log_probs))):
+                    reason = f"the rollout's log-probabilities are not finite in {request['dtype']}"
+                    out.write(json.dumps({"overflow": reason}) + "\n")
                     return
-            out.flush()
+                answers = [list(output.token_ids) for output in answered.outputs]
+                out.write(json.dumps({"answers": answers, "log_probs": log_probs}) + "\n")
 
 
 if __name__ == "__main__":

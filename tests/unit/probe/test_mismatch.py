@@ -54,22 +54,16 @@ def test_independent_terms_lose_their_variance(scale):
     assert result["rate"].low < scale**2 < result["rate"].high
     assert result["rate"].value == pytest.approx(scale**2, rel=0.25)
     assert result["growth"].low < 1 < result["growth"].high
-    points = {point["length"]: point for point in result["curve"]}
-    assert [length for length, point in points.items() if point["measured"]] == [1, 2, 4, 8, 16, 32, 64]
-    for length in mismatch.LENGTHS:
-        point = points[length]
-        assert not point["measured"] and point["ess"].low <= math.exp(-(scale**2) * length) <= point["ess"].high
-    for length in (1, 8, 64):
-        ess = points[length]["ess"]
-        assert ess.low < math.exp(-(scale**2) * length) < ess.high, "of an answer's first tokens, not of all"
+    for length in (1, 8, 64, 8192):
+        share = mismatch.effective_share(result["rate"], length)
+        assert share.low < math.exp(-(scale**2) * length) < share.high
 
 
 def test_extrapolation_matches_longer_answers():
-    short, long = (mismatch.measure(independent(0.02, 512, length)) for length in (32, 1024))
-    (predicted,), (measured,) = ([p for p in result["curve"] if p["length"] == 1024] for result in (short, long))
-    assert not predicted["measured"] and measured["measured"] and measured["sequences"] == 512
-    for point in (predicted, measured):
-        assert point["ess"].low < math.exp(-(0.02**2) * 1024) < point["ess"].high
+    for length in (32, 1024):
+        result = mismatch.measure(independent(0.02, 512, length))
+        share = mismatch.effective_share(result["rate"], 1024)
+        assert result["block"] == length and share.low < math.exp(-(0.02**2) * 1024) < share.high
 
 
 def test_correlated_terms_raise_growth():
@@ -79,14 +73,10 @@ def test_correlated_terms_raise_growth():
     assert result["growth"].value == pytest.approx(32.5, rel=0.25)
 
 
-def test_every_length_counts_the_answers_that_are_long_enough():
-    for number, measured in ((64, [1, 2, 4, 8, 16]), (63, [])):
-        curve = mismatch.measure(independent(1e-3, number, 16))["curve"]
-        assert [point["length"] for point in curve if point["measured"]] == measured
-    rows = independent(1e-2, 80, 8) + independent(1e-2, 80, 600)
-    points = {point["length"]: point for point in mismatch.measure(rows)["curve"]}
-    assert points[8]["sequences"] == 160 and points[16]["sequences"] == points[512]["sequences"] == 80
-    assert points[512]["measured"] and not points[1024]["measured"]
+def test_block_is_the_longest_of_which_enough_are_measured():
+    for answers, block in ((independent(1e-3, 64, 16), 16), (independent(1e-3, 63, 16), 8)):
+        assert mismatch.measure(answers)["block"] == block
+    assert mismatch.measure(independent(1e-2, 80, 8) + independent(1e-2, 80, 600))["block"] == 512
 
 
 def test_loss_rate_is_kishs_of_weights_with_any_mean_clamped_as_by_verl():
@@ -113,8 +103,8 @@ def test_intervals_cover_the_true_value():
 def regime(name: str, k3: tuple, prompts: int = 8) -> dict[str, dict]:
     """Return the row of a regime by its name, as ``verdict`` takes it."""
     value, low, high = k3
-    row = {"regime": name, "prompts": prompts, "tokens": 99, "block": 16, "k3": Estimate(*k3)}
-    row |= {"curve": [{"length": 8192, "measured": True}], "rate": Estimate(2 * value, 2 * low, 2 * high)}
+    row = {"regime": name, "prompts": prompts, "tokens": 99, "block": 8192, "k3": Estimate(*k3)}
+    row |= {"rate": Estimate(2 * value, 2 * low, 2 * high)}
     return {name: row | {"equal": Estimate(*[float(value == 0)] * 3)}}
 
 
@@ -124,10 +114,10 @@ def test_verdict():
     assert verdict(fp32 | bf16 | fp16) == (
         "fp16 mismatches least: k3 1e-07 (5e-08–2e-07) in fp16, 1e-05 (8e-06–2e-05) in bf16; untruncated sequence "
         "weights hold at 8192 tokens in bf16: T·k3 0.082 (0.066–0.16) nats, hold at 8192 tokens in fp16: "
-        "T·k3 0.00082 (0.00041–0.0016) nats"
+        "T·k3 8.2e-04 (4.1e-04–0.0016) nats"
     )
     lost = verdict(fp16 | regime("bf16", (1e-2, 9e-3, 2e-2)))
-    assert lost.endswith("do not hold at 8192 tokens in bf16: T·k3 82 (74–160) nats")
+    assert lost.endswith("do not hold at 8192 tokens in bf16: T·k3 82 (74–164) nats")
     unclear = verdict(bf16 | regime("fp16", (1e-7, 5e-8, 9e-6)))
     assert unclear.startswith("not decided between fp16 and bf16, whose k3 overlap: k3 1e-07 (5e-08–9e-06) in fp16")
     few = verdict(regime("bf16", (1e-5, 8e-6, 2e-5), prompts=7) | regime("fp16", (1e-7,) * 3, prompts=7))
@@ -144,6 +134,6 @@ def test_equal_log_probabilities_are_bitwise_and_neither_grow_nor_cost():
     rows = answers_of([np.zeros(16)] * 16)
     result = mismatch.measure(rows)
     assert cells(result)[-1] == "bitwise" and result["k3"].high == 0
-    assert result["growth"] == Estimate(1, 1, 1) and {point["ess"].low for point in result["curve"]} == {1}
+    assert result["growth"] == Estimate(1, 1, 1) and mismatch.effective_share(result["rate"], 8192) == Estimate(1, 1, 1)
     rows[0].trainer[:4] -= 1e-6
     assert mismatch.measure(rows)["equal"].value == 252 / 256

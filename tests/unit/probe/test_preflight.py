@@ -28,7 +28,6 @@ from verl_precision.probe.fp16_range import (
     assess,
     findings,
     flushed_share,
-    table,
 )
 
 precision = load_precision(REPO / "patches/verl/files", "precision_of_the_stack")
@@ -162,13 +161,6 @@ def test_flushed_share_and_loss_scale_match_fp16(model):
     model = changed(model, lambda model: model.lm_head.weight.mul_(1e-5))  # tiny gradients of all below
     assessment = assessed(model)
     found = findings(assessment, RUNS, {})
-    headings, *rows = table(assessment)
-    assert headings[-2:] == ["flushed at 2^0", f"flushed at 2^{assessment.log2_scale}"]
-    for name, *_, at_1, at_scale in rows:
-        record = assessment.ranges[name]
-        counts = record.output_gradients.counts + record.weight_gradients.counts
-        shares = [f"{flushed_share(counts, log2):.2%}" for log2 in (0, assessment.log2_scale)]
-        assert [at_1, at_scale] == (shares if counts.any() else ["-", "-"])
     weights, outputs = gradients(model)
     for kind, tensors in (("weights", weights), ("activations", outputs)):
         counts = assessment.counts[kind]
@@ -209,8 +201,8 @@ def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scal
 def test_command_writes_its_report(folder, tmp_path, capsys):
     out = tmp_path / "out"
     words = [f"MODEL={folder / 'model'}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={out}"]
-    assert preflight.main(preflight.parse(["DEVICE=cpu", *words])) == 0
-    assert sorted(file.name for file in out.iterdir()) == ["preflight.png", "report.md"]
+    assert preflight.main(["DEVICE=cpu", *words]) == 0
+    assert sorted(file.name for file in out.iterdir()) == ["report.md"]
     report = (out / "report.md").read_text()
     assert "- verdict: fp16 fits" in report and "- measured: 3 answers, " in report
     (activation,) = re.findall(r"^\| model\.layers\.0\.mlp\.down_proj \| (\S+) \|", report, re.MULTILINE)

@@ -14,18 +14,9 @@ from verl_precision.facts.vllm_float16 import float16_support, ways_out
 from verl_precision.format import markdown_table
 from verl_precision.patch.precision_module import load_precision
 from verl_precision.paths import OUTPUTS, REPO
-from verl_precision.probe import page
 from verl_precision.probe.model import VARIABLES as PROBE
-from verl_precision.probe.model import (
-    ModelOptions,
-    answer_length,
-    end_tokens,
-    load,
-    model_options,
-    prepare_sanity,
-    prompts,
-    token_ids,
-)
+from verl_precision.probe.model import ModelOptions, end_tokens, load_with_prompts, model_options, prepare_sanity
+from verl_precision.probe.page import publish
 from verl_precision.words import parse_words
 
 LENGTH = 128  # most tokens of an answer, unless LENGTH is set
@@ -50,8 +41,6 @@ def examine(options: ModelOptions) -> dict:
     Raises:
         Refused: the model or the data cannot be used.
     """
-    messages = prompts(options.data, options.rows)
-
     import torch
     from tqdm import tqdm
 
@@ -61,14 +50,12 @@ def examine(options: ModelOptions) -> dict:
     rollout = float16_support(options.model)
     if rollout.supported is False:
         print(f"{rollout.reason}; {ways_out()}", flush=True)
-    model, tokenizer = load(options.model)
+    model, tokenizer, prompts, length = load_with_prompts(options)
     rollout = float16_support(options.model)  # from here on a model of the Hub is on this machine, too
     model.to(options.device)
     generator, ends = torch.Generator(options.device).manual_seed(SEED), end_tokens(model, tokenizer)
     answers = []
-    for message in tqdm(messages, "answers", unit="answer"):
-        prompt = token_ids(tokenizer, message)
-        length = answer_length(model, len(prompt), options.length)
+    for prompt in tqdm(prompts, "answers", unit="answer"):
         (answer,) = generate(model, "fp32", prompt, 1, length, ends, generator)["answers"]
         answers.append((torch.tensor([prompt + answer], device=options.device), len(prompt)))
     try:
@@ -82,12 +69,9 @@ def examine(options: ModelOptions) -> dict:
     found, rows = findings(assessment, rollout, listed), table(assessment)
     tokens = sum(ids.shape[1] for ids, _ in answers)
     found["measured"] = f"{options.rows} answers, {tokens} tokens, one mini-batch, in fp32 on {options.device}"
-    overrides = assessment.overrides(rollout)
     options.out.mkdir(parents=True, exist_ok=True)
-    text = options.out / "report.md"
-    blocks = ["```", *overrides, "```"], markdown_table(rows[0], rows[1:])
-    text.write_text(page.markdown(f"fp16 preflight of {options.name}", found, *blocks))
-    page.show(rows, found, [text, "", shlex.join(overrides)])
+    blocks = ["```", shlex.join(assessment.overrides(rollout)), "```"], markdown_table(rows[0], rows[1:])
+    publish(options.out / "report.md", f"fp16 preflight of {options.name}", found, *blocks)
     return {
         "findings": found,
         "misfit": assessment.misfit is not None,
@@ -99,7 +83,6 @@ def examine(options: ModelOptions) -> dict:
 
 
 def parse(words: list[str]) -> ModelOptions:
-    """Return the options that the words request, or refuse them."""
     return model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
 
 

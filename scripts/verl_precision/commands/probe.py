@@ -10,10 +10,8 @@ import sys
 
 from verl_precision.paths import REPO
 from verl_precision.probe.model import VARIABLES as VARIABLES  # its options
-from verl_precision.probe.model import ProbeOptions, answer_length, load, prepare_sanity, prompts, token_ids
+from verl_precision.probe.model import ProbeOptions, load_with_prompts, prepare_sanity
 from verl_precision.probe.model import probe_options as parse
-
-LONGEST = 1024  # the default LENGTH, if the model has the positions
 
 
 def measure(options: ProbeOptions) -> dict:
@@ -26,10 +24,7 @@ def measure(options: ProbeOptions) -> dict:
     from verl_precision.probe.report import compare, summarize, write
 
     log_probs.check_regimes(options)
-    messages = prompts(options.data, options.rows)
-    masters, tokenizer = load(options.model)
-    token_prompts = [token_ids(tokenizer, each) for each in messages]
-    length = answer_length(masters, max(map(len, token_prompts)), LONGEST, options.length)
+    masters, tokenizer, prompts, length = load_with_prompts(options)
     settings = options.settings() | {"LENGTH": length, "weights": log_probs.fingerprint(masters)}
     work = log_probs.open_work_folder(options.out, settings)
     if options.device == "cpu":
@@ -38,7 +33,7 @@ def measure(options: ProbeOptions) -> dict:
 
         host.autocast_as_cuda()
     compared = log_probs.variants(options)
-    task = log_probs.ProbeTask(options, masters, tokenizer, token_prompts, length, work)
+    task = log_probs.ProbeTask(options, masters, tokenizer, prompts, length, work)
     log_probs.compute_log_probs(task, compared)
     rows, positions = compare(compared, work), masters.config.max_position_embeddings
     report = {

@@ -134,11 +134,7 @@ def fingerprint(masters: "PreTrainedModel") -> str:
 
 
 def write_lines(file: Path, number: int, make: Callable[[int], dict]) -> None:
-    """Write ``number`` lines, with a progress bar, under another name until all are written; stop after an overflow.
-
-    Args:
-        make: returns the content of a line by its index.
-    """
+    """Write what ``make`` returns by index, under another name until all lines are written; stop after an overflow."""
     part = file.with_suffix(".part")
     with part.open("w") as out:
         for index in tqdm(range(number), file.stem, unit="prompt"):
@@ -154,18 +150,16 @@ def write_lines(file: Path, number: int, make: Callable[[int], dict]) -> None:
 
 def compute_log_probs(task: ProbeTask, variants: Iterable[Variant]) -> None:
     """Compute the log-probabilities of all variants that are not in the work folder yet."""
-    answer = generate_by_vllm if task.options.backend == "vllm" else generate_by_hf
     for variant in variants:
         scored, file = variant.files(task.work)
         if not file.exists():
-            answer(task, variant.rollout, file)
+            (generate_by_vllm if task.options.backend == "vllm" else generate_by_hf)(task, variant.rollout, file)
         rolled_out = read_jsonl(file)
         if not scored.exists() and "overflow" not in rolled_out[-1]:
             score_by_trainer(task, variant.trainer, rolled_out, scored)
 
 
 def generate_by_hf(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> None:
-    """Answer every prompt with Hugging Face's model."""
     options = task.options
     model, ends = build(task.masters, rollout, options.device), end_tokens(task.masters, task.tokenizer)
 
@@ -178,11 +172,7 @@ def generate_by_hf(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> Non
 
 
 def generate_by_vllm(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> None:
-    """Answer every prompt with an offline vLLM in another process, which loads one model in one dtype.
-
-    Raises:
-        Refused: vLLM failed.
-    """
+    """Answer every prompt with an offline vLLM in another process, which loads one model in one dtype."""
     options, part, log = task.options, file.with_suffix(".part"), file.with_suffix(".log")
     checkpoint = task.work / rollout.name
     if rollout.wire != "fp32":  # the weights after the wire, in fp32: vLLM rounds them to the rollout's dtype
@@ -210,7 +200,6 @@ def generate_by_vllm(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> N
 
 
 def score_by_trainer(task: ProbeTask, trainer: TrainerNumerics, rolled_out: list[dict], file: Path) -> None:
-    """Compute the log-probabilities of a rollout's answers by a trainer."""
     model = build(task.masters, trainer, task.options.device)
 
     def log_probs(index: int) -> dict:

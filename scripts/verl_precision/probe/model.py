@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
+LONGEST = 1024  # the default LENGTH of a probe, if the model has the positions
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
     "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
@@ -171,14 +172,8 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()
 
 
-def token_ids(tokenizer: "PreTrainedTokenizerBase", messages: list[dict]) -> list[int]:
-    """Tokenize a prompt as verl does for a rollout."""
-    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    return tokenizer(text, add_special_tokens=False).input_ids
-
-
-def answer_length(model: "PreTrainedModel", prompt: int, most: int, length: int | None = None) -> int:
-    """Return the most tokens of an answer: ``length``, by default ``most`` or what the model's positions leave.
+def answer_length(model: "PreTrainedModel", prompt: int, length: int | None) -> int:
+    """Return the most tokens of an answer: ``length``, by default ``LONGEST`` or what the model's positions leave.
 
     Args:
         prompt: tokens of the longest prompt.
@@ -195,7 +190,18 @@ def answer_length(model: "PreTrainedModel", prompt: int, most: int, length: int 
             f"LENGTH={length}: with a prompt of {prompt} tokens, that exceeds the model's {positions} positions; "
             f"set at most {left}"
         )
-    return length or min(most, left)
+    return length or min(LONGEST, left)
+
+
+def load_with_prompts(
+    options: ModelOptions,
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]], int]":
+    """Return the model, its tokenizer, the prompts, tokenized as by verl for a rollout, and the length of an answer."""
+    messages = prompts(options.data, options.rows)
+    model, tokenizer = load(options.model)
+    texts = (tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False) for each in messages)
+    token_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    return model, tokenizer, token_ids, answer_length(model, max(map(len, token_ids)), options.length)
 
 
 def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:

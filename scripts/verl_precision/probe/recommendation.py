@@ -64,7 +64,7 @@ def recommend(preflight: dict, probe: dict, length: int, words: dict[str, str]) 
     Args:
         preflight, probe: what ``preflight.examine`` and ``probe.measure`` return.
         length: tokens of a response in the run.
-        words: variables of the command that measured, by name.
+        words: variables of the command that measured.
     """
     findings, rollout = preflight["findings"], preflight["rollout"]
     excluded = exclusions(preflight, probe["rows"])

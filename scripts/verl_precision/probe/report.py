@@ -11,10 +11,10 @@ import numpy as np
 
 from verl_precision.files import read_jsonl, write_json
 from verl_precision.format import markdown_table
-from verl_precision.probe import page
 from verl_precision.probe.log_probs import Variant
 from verl_precision.probe.mismatch import Answer, effective_share, measure
 from verl_precision.probe.model import ProbeOptions
+from verl_precision.probe.page import publish
 from verl_precision.probe.recommendation import by_regime, choose, weights_outlook
 from verl_precision.spelling import spelled
 
@@ -109,14 +109,14 @@ def cells(row: dict) -> list[str]:
 def write(options: ProbeOptions, report: dict) -> None:
     """Write the report's ``.md``, ``.json`` and, unless every variant overflowed, ``.png``, and print it."""
     findings, (headings, *rows) = report["findings"], table(report["rows"])
-    figure, text, numbers = files = [options.report(suffix) for suffix in (".png", ".md", ".json")]
-    title = f"Mismatch of {options.name} before training ({options.backend})"
-    image = [f"![k3 of each line]({figure.name})"]
-    text.write_text(page.markdown(title, findings, markdown_table(headings, rows), image))
-    write_json(numbers, json.loads(json.dumps(report, default=dataclasses.asdict)))
+    write_json(options.report(".json"), json.loads(json.dumps(report, default=dataclasses.asdict)))
+    blocks = [markdown_table(headings, rows)]
     if measured := [row for row in report["rows"] if "overflow" not in row]:
+        figure = options.report(".png")
         plot(measured, f"{options.name}: {findings['verdict']}", figure)
-    page.show([headings, *rows], findings, files)
+        blocks.append([f"![k3 of each line]({figure.name})"])
+    title = f"Mismatch of {options.name} before training ({options.backend})"
+    publish(options.report(".md"), title, findings, *blocks)
 
 
 def plot(rows: list[dict], title: str, file: Path) -> None:

@@ -38,7 +38,7 @@ def fp16_overflow(device: str) -> str:
 
 
 def products(device: str) -> dict[str, str]:
-    """Return the error of long 16-bit matrix products, relative to fp64, and whether sums may be rounded to 16 bits.
+    """Return the error of long 16-bit matrix products, relative to fp64.
 
     cuBLAS may add parts of a product in 16 bits (torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction, on
     by default): less precise, and inf where the product fits.

@@ -44,11 +44,7 @@ def versions() -> dict[str, str]:
 
 
 def device_name(device: str) -> str:
-    """Return the name of torch's first GPU, or "CPU".
-
-    Raises:
-        Refused: torch finds none.
-    """
+    """Return the name of torch's first GPU, or "CPU"."""
     if device == "cpu":
         return "CPU"
     if not find_gpus():
@@ -58,15 +54,10 @@ def device_name(device: str) -> str:
 
 @dataclass
 class Verification:
-    """The results by step, of one device under one set of versions.
+    """The results by step, of one device under one set of versions."""
 
-    Attributes:
-        file: of JSON; the report and its figures have the same stem.
-        content: ``name`` of the device, ``versions``, and ``steps``: the result of each by its name.
-    """
-
-    file: Path
-    content: dict[str, Any]
+    file: Path  # of JSON; the report and its figures have the same stem
+    content: dict[str, Any]  # name of the device, versions, and steps: the result of each by its name
 
     @classmethod
     def open(cls, folder: Path, name: str) -> "Verification":
@@ -78,7 +69,6 @@ class Verification:
         return cls(file, content)
 
     def passed(self, step: Step) -> bool:
-        """Return whether a step has passed before."""
         return self.content["steps"].get(step.name, {}).get("status") == "passed"
 
     def add(self, step: Step, result: dict[str, Any]) -> None:

@@ -202,9 +202,9 @@ def test_file_exists_once_it_is_complete_and_ends_with_an_overflow(tmp_path):
 @pytest.mark.parametrize(("length", "prompt", "expected"), [(None, 28, 100), (64, 28, 64), (100, 28, 100)])
 def test_answers_end_at_the_models_positions(length, prompt, expected):
     model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=128))
-    assert answer_length(model, prompt, 1024, length) == expected
+    assert answer_length(model, prompt, length) == expected
     with pytest.raises(Refused, match="DATA: a prompt has 128 tokens, but the model has 128 positions; shorten it"):
-        answer_length(model, 128, 1024, length)
+        answer_length(model, 128, length)
 
 
 def seeded() -> torch.Generator:

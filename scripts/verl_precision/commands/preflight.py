@@ -19,7 +19,7 @@ from verl_precision.probe.model import ModelOptions, end_tokens, load_with_promp
 from verl_precision.probe.page import publish
 from verl_precision.words import parse_words
 
-LENGTH = 128  # most tokens of an answer, unless LENGTH is set
+LENGTH = 128  # the default, if the model has the positions
 VARIABLES = {
     "MODEL": PROBE["MODEL"],
     "DATA": PROBE["DATA"],
@@ -50,7 +50,7 @@ def examine(options: ModelOptions) -> dict:
     rollout = float16_support(options.model)
     if rollout.supported is False:
         print(f"{rollout.reason}; {ways_out()}", flush=True)
-    model, tokenizer, prompts, length = load_with_prompts(options)
+    model, tokenizer, prompts, length = load_with_prompts(options, LENGTH)
     rollout = float16_support(options.model)  # from here on a model of the Hub is on this machine, too
     model.to(options.device)
     generator, ends = torch.Generator(options.device).manual_seed(SEED), end_tokens(model, tokenizer)
@@ -83,7 +83,7 @@ def examine(options: ModelOptions) -> dict:
 
 
 def parse(words: list[str]) -> ModelOptions:
-    return model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16, length=LENGTH)
+    return model_options(parse_words(words, VARIABLES), OUTPUTS / "preflight", rows=16)
 
 
 def main(options: ModelOptions) -> int:

@@ -2,7 +2,7 @@
 
 Samples answers to prompts as a rollout does, in the rollout's dtype and with a KV cache, and computes the
 log-probabilities of the same tokens as verl's trainer does. Reports for each regime how far the two differ, and the
-effective sample size of sequence weights at 512 to 32k tokens. Writes probe-MODEL.md, .png and .json to the folder OUT.
+effective sample size of sequence weights at 512 to 32k tokens. Writes probe-MODEL.md and .json to the folder OUT.
 Exit code 0: measured, whatever the verdict; 1: refused or failed; 130: interrupted.
 """
 
@@ -13,9 +13,11 @@ from verl_precision.probe.model import VARIABLES as VARIABLES  # its options
 from verl_precision.probe.model import ProbeOptions, load_with_prompts, prepare_sanity
 from verl_precision.probe.model import probe_options as parse
 
+LONGEST = 1024  # the default LENGTH, if the model has the positions
+
 
 def measure(options: ProbeOptions) -> dict:
-    """Measure all variants, write and print the report, and return it.
+    """Measure all regimes, write and print the report, and return it.
 
     Raises:
         Refused: the model or the data cannot be used, or a regime cannot be measured here.
@@ -24,7 +26,7 @@ def measure(options: ProbeOptions) -> dict:
     from verl_precision.probe.report import compare, summarize, write
 
     log_probs.check_regimes(options)
-    masters, tokenizer, prompts, length = load_with_prompts(options)
+    masters, tokenizer, prompts, length = load_with_prompts(options, LONGEST)
     settings = options.settings() | {"LENGTH": length, "weights": log_probs.fingerprint(masters)}
     work = log_probs.open_work_folder(options.out, settings)
     if options.device == "cpu":
@@ -32,10 +34,8 @@ def measure(options: ProbeOptions) -> dict:
         from recipes.cpu import host
 
         host.autocast_as_cuda()
-    compared = log_probs.variants(options)
-    task = log_probs.ProbeTask(options, masters, tokenizer, prompts, length, work)
-    log_probs.compute_log_probs(task, compared)
-    rows, positions = compare(compared, work), masters.config.max_position_embeddings
+    log_probs.compute_log_probs(log_probs.ProbeTask(options, masters, tokenizer, prompts, length, work))
+    rows, positions = compare(options.precision, work), masters.config.max_position_embeddings
     report = {
         "settings": settings,
         "findings": summarize(options, rows, positions),

@@ -27,7 +27,7 @@ VARIABLES = {
     "OUT": "the folder of the reports, default outputs/recommend/MODEL-BACKEND-DEVICE-ROWSxSAMPLES",
 }
 REGIMES = [name for name in options("precision") if name != "fp32"]
-MEASURED = {"PRECISION": " ".join(REGIMES), "WIRE": "fp32", "HEAD": "none"}
+MEASURED = {"PRECISION": " ".join(REGIMES)}
 
 
 def parse(words: list[str]) -> tuple[ProbeOptions, int, dict[str, str]]:
@@ -60,7 +60,7 @@ def main(words: list[str]) -> int:
     if not prepare_sanity(measured):
         return 1
     out = measured.out
-    shared = measured.model, measured.data, measured.rows, preflight.LENGTH, measured.device
+    shared = measured.model, measured.data, measured.rows, None, measured.device
     examined = preflight.examine(ModelOptions(*shared, out / "preflight"))
     report = probe.measure(runnable(replace(measured, out=out / "probe")))
 

@@ -1,4 +1,4 @@
-"""List the trainers and rollouts that a probe compares, and compute their log-probabilities.
+"""Compute the log-probabilities of the trainers and rollouts that a probe compares.
 
 A rollout samples answers, then trainers compute the log-probabilities of the same tokens. The rollout is Hugging Face's
 model in this process, or an offline vLLM in another. ``OUT/work`` has a file for each, once it is complete, so that an
@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,52 +25,28 @@ from tqdm import tqdm
 from verl_precision.errors import Refused
 from verl_precision.facts.dtypes import short_name
 from verl_precision.facts.gpus import find_gpus
+from verl_precision.facts.regime import named_dtypes
 from verl_precision.facts.vllm_float16 import float16_support
 from verl_precision.files import read_jsonl, write_json
 from verl_precision.paths import CONFIGS, IMPORTS, REPO
-from verl_precision.probe.model import HEADS, ProbeOptions, end_tokens
-from verl_precision.probe.numerics import Overflow, RolloutNumerics, TrainerNumerics, build, generate, token_log_probs
+from verl_precision.probe.model import ProbeOptions, end_tokens
+from verl_precision.probe.numerics import Overflow, build, generate, token_log_probs
 from verl_precision.run.log import errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class Variant:
-    """A row of the report: a regime, its wire, and which heads compute in fp32."""
-
-    regime: str
-    wire: str
-    head: str
-    trainer: TrainerNumerics
-    rollout: RolloutNumerics
-
-    def files(self, work: Path) -> tuple[Path, Path]:
-        """Return the files of the trainer's log-probabilities and of the rollout's."""
-        return work / f"{self.trainer.name}-on-{self.rollout.name}.jsonl", work / f"{self.rollout.name}.jsonl"
-
-    def columns(self) -> dict[str, str]:
-        """Return what identifies the row in the JSON report."""
-        dtypes = {"train": self.trainer.dtype, "infer": self.rollout.dtype}
-        return {"regime": self.regime, "wire": self.wire, "fp32_head": self.head} | dtypes
+def dtypes_of(regime: str) -> tuple[str, str]:
+    """Return the dtypes in which the trainer and the rollout of a regime compute."""
+    named = named_dtypes(regime)
+    return short_name(named["actor"]), short_name(named["rollout"])
 
 
-def variants(options: ProbeOptions) -> list[Variant]:
-    """Return every regime over every wire, and every head over the first wire; numerically equal ones only once."""
-    distinct: dict[tuple, Variant] = {}
-    for regime in options.precision:
-        config = OmegaConf.load(CONFIGS / "precision" / f"{regime}.yaml").actor_rollout_ref
-        train, infer = short_name(config.actor.dtype), short_name(config.rollout.dtype)
-        wires = [(wire, options.head[0]) for wire in options.wire]
-        for wire, head in wires + [(options.wire[0], head) for head in options.head[1:]]:
-            # A head of an fp32 trainer or rollout is in fp32 anyway, and a wire in the rollout's dtype rounds alike.
-            trainer_head, rollout_head = HEADS[head]
-            rounded = "fp32" if wire == infer else wire
-            trainer = TrainerNumerics(train, trainer_head and train != "fp32")
-            rollout = RolloutNumerics(infer, rounded, rollout_head and infer != "fp32")
-            distinct.setdefault((regime, trainer, rollout), Variant(regime, wire, head, trainer, rollout))
-    return list(distinct.values())
+def files_of(regime: str, work: Path) -> tuple[Path, Path]:
+    """Return the files of the trainer's log-probabilities and of the rollout's."""
+    trainer, rollout = dtypes_of(regime)
+    return work / f"trainer-{trainer}-on-rollout-{rollout}.jsonl", work / f"rollout-{rollout}.jsonl"
 
 
 def refused_regimes(options: ProbeOptions) -> dict[str, str]:
@@ -79,11 +54,11 @@ def refused_regimes(options: ProbeOptions) -> dict[str, str]:
     emulating = [gpu for gpu in find_gpus() if not gpu.bf16] if options.device == "cuda" else []
     support = float16_support(options.model)
     refused = {}
-    for each in variants(options):
-        if emulating and "bf16" in (each.trainer.dtype, each.rollout.dtype):
-            refused[each.regime] = f"{emulating[0]} emulates bfloat16"
-        if each.rollout.dtype == "fp16" and options.backend == "vllm" and support.supported is False:
-            refused[each.regime] = f"{support.reason} (BACKEND=hf runs it)"
+    for regime in options.precision:
+        if emulating and "bf16" in dtypes_of(regime):
+            refused[regime] = f"{emulating[0]} emulates bfloat16"
+        if dtypes_of(regime)[1] == "fp16" and options.backend == "vllm" and support.supported is False:
+            refused[regime] = f"{support.reason} (BACKEND=hf runs it)"
     return refused
 
 
@@ -148,40 +123,34 @@ def write_lines(file: Path, number: int, make: Callable[[int], dict]) -> None:
     part.rename(file)
 
 
-def compute_log_probs(task: ProbeTask, variants: Iterable[Variant]) -> None:
-    """Compute the log-probabilities of all variants that are not in the work folder yet."""
-    for variant in variants:
-        scored, file = variant.files(task.work)
+def compute_log_probs(task: ProbeTask) -> None:
+    """Compute the log-probabilities of all regimes that are not in the work folder yet."""
+    for regime in task.options.precision:
+        (trainer, rollout), (scored, file) = dtypes_of(regime), files_of(regime, task.work)
         if not file.exists():
-            (generate_by_vllm if task.options.backend == "vllm" else generate_by_hf)(task, variant.rollout, file)
+            (generate_by_vllm if task.options.backend == "vllm" else generate_by_hf)(task, rollout, file)
         rolled_out = read_jsonl(file)
         if not scored.exists() and "overflow" not in rolled_out[-1]:
-            score_by_trainer(task, variant.trainer, rolled_out, scored)
+            score_by_trainer(task, trainer, rolled_out, scored)
 
 
-def generate_by_hf(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> None:
+def generate_by_hf(task: ProbeTask, dtype: str, file: Path) -> None:
     options = task.options
-    model, ends = build(task.masters, rollout, options.device), end_tokens(task.masters, task.tokenizer)
+    model, ends = build(task.masters, dtype, options.device), end_tokens(task.masters, task.tokenizer)
 
     def answers(index: int) -> dict:
         generator = torch.Generator(options.device).manual_seed(options.seed * 1_000_003 + index)
         sizes = options.samples, task.length
-        return generate(model, rollout.dtype, task.prompts[index], *sizes, ends, generator, options.temperature)
+        return generate(model, dtype, task.prompts[index], *sizes, ends, generator, options.temperature)
 
     write_lines(file, len(task.prompts), answers)
 
 
-def generate_by_vllm(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> None:
+def generate_by_vllm(task: ProbeTask, dtype: str, file: Path) -> None:
     """Answer every prompt with an offline vLLM in another process, which loads one model in one dtype."""
     options, part, log = task.options, file.with_suffix(".part"), file.with_suffix(".log")
-    checkpoint = task.work / rollout.name
-    if rollout.wire != "fp32":  # the weights after the wire, in fp32: vLLM rounds them to the rollout's dtype
-        sent = build(task.masters, RolloutNumerics("fp32", rollout.wire, False), "cpu")
-        sent.save_pretrained(checkpoint)
-        task.tokenizer.save_pretrained(checkpoint)
-    request = {name: getattr(options, name) for name in ("samples", "seed", "temperature", "device")}
-    request |= {"prompts": task.prompts, "length": task.length, "dtype": rollout.dtype, "head": rollout.head}
-    request |= {"model": options.model if rollout.wire == "fp32" else str(checkpoint), "file": str(part)}
+    request = {name: getattr(options, name) for name in ("model", "samples", "seed", "temperature", "device")}
+    request |= {"prompts": task.prompts, "length": task.length, "dtype": dtype, "file": str(part)}
     path = filter(None, [*IMPORTS, str(REPO), os.environ.get("PYTHONPATH")])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     if options.device == "cpu":
@@ -196,15 +165,14 @@ def generate_by_vllm(task: ProbeTask, rollout: RolloutNumerics, file: Path) -> N
         reason = "; ".join(errors(log.read_text().splitlines(), 1)) or f"exit code {done.returncode}"
         raise Refused(f"BACKEND=vllm: {file.stem} failed: {reason} ({log})")
     part.rename(file)
-    shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def score_by_trainer(task: ProbeTask, trainer: TrainerNumerics, rolled_out: list[dict], file: Path) -> None:
-    model = build(task.masters, trainer, task.options.device)
+def score_by_trainer(task: ProbeTask, dtype: str, rolled_out: list[dict], file: Path) -> None:
+    model = build(task.masters, dtype, task.options.device)
 
     def log_probs(index: int) -> dict:
         answers = [(task.prompts[index], answer) for answer in rolled_out[index]["answers"]]
-        return token_log_probs(model, trainer.dtype, answers, task.options.temperature)
+        return token_log_probs(model, dtype, answers, task.options.temperature)
 
     write_lines(file, len(task.prompts), log_probs)
     if task.options.device == "cuda":

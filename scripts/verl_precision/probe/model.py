@@ -28,13 +28,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SANITY = str(ARITHMETIC / "model")  # the sanity task's model; its data are beside it
-LONGEST = 1024  # the default LENGTH of a probe, if the model has the positions
 VARIABLES = {
     "MODEL": "a causal language model, a folder or a name on the Hugging Face Hub, default the sanity task's",
     "DATA": "a parquet file of prompts in verl's schema, default the sanity task's for its own model",
     "PRECISION": "the regimes, default all: {precision}",
-    "WIRE": "the dtypes in which weights are sent to the rollout, default all: fp32, bf16, fp16",
-    "HEAD": "which sides compute the head in fp32, default all: none, both, trainer, rollout",
     "ROWS": "number of prompts, default 32",
     "SAMPLES": "answers per prompt, default 8",
     "LENGTH": "most tokens of an answer, default as many as the model's positions allow, up to 1024",
@@ -44,7 +41,6 @@ VARIABLES = {
     "TEMPERATURE": "of sampling; the trainer divides its logits by it, too; default 1",
     "OUT": "the folder of the report, default outputs/probe/MODEL-BACKEND",
 }
-HEADS = {"none": (False, False), "both": (True, True), "trainer": (True, False), "rollout": (False, True)}
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,6 @@ class ModelOptions:
 @dataclass(frozen=True)
 class ProbeOptions(ModelOptions):
     precision: tuple[str, ...]
-    wire: tuple[str, ...]
-    head: tuple[str, ...]
     samples: int
     backend: str
     seed: int
@@ -89,22 +83,15 @@ def name_in_files(model: str) -> str:
     return Path(model).name if Path(model).is_absolute() else model.replace("/", "--")
 
 
-def model_options(
-    values: dict[str, str], folder: Path, rows: int, fewest: int = 1, length: int | None = None, suffix: str = ""
-) -> ModelOptions:
-    """Return the options of every command, with default values for ROWS and LENGTH.
-
-    Args:
-        folder: in which OUT is by default named after the model, with ``suffix``.
-        fewest: the least number of ROWS.
-    """
+def model_options(values: dict[str, str], folder: Path, rows: int, fewest: int = 1, suffix: str = "") -> ModelOptions:
+    """Return the options of every command: at least ``fewest`` ROWS, and OUT in ``folder``, named after the model."""
     model = model_path(values["MODEL"]) if "MODEL" in values else SANITY
     if "DATA" not in values and model != SANITY:
         raise Refused(f"DATA: is not set; MODEL={values['MODEL']} needs a parquet file of prompts in verl's schema")
     out = Path(file_path(values, "OUT") or folder / f"{name_in_files(model)}{suffix}")
     check_room(out)
     data = parquet_path(values, "DATA") or str(ARITHMETIC / "train.parquet")
-    numbers = whole_number(values, "ROWS", fewest, rows), whole_number(values, "LENGTH", 1, length)
+    numbers = whole_number(values, "ROWS", fewest, rows), whole_number(values, "LENGTH", 1, None)
     return ModelOptions(model, data, *numbers, device(values), out)
 
 
@@ -114,8 +101,6 @@ def probe_options(words: list[str]) -> ProbeOptions:
     return ProbeOptions(
         **vars(model_options(values, OUTPUTS / "probe", rows=32, fewest=2, suffix=f"-{backend}")),
         precision=some_of(values, "PRECISION", options("precision")),
-        wire=some_of(values, "WIRE", ["fp32", "bf16", "fp16"]),
-        head=some_of(values, "HEAD", list(HEADS)),
         samples=whole_number(values, "SAMPLES", 1, 8),
         backend=backend,
         seed=whole_number(values, "SEED", 0, 1),
@@ -172,8 +157,8 @@ def prompts(data: str, rows: int) -> list[list[dict]]:
     return pyarrow.parquet.read_table(data, columns=["prompt"])["prompt"].slice(0, rows).to_pylist()
 
 
-def answer_length(model: "PreTrainedModel", prompt: int, length: int | None) -> int:
-    """Return the most tokens of an answer: ``length``, by default ``LONGEST`` or what the model's positions leave.
+def answer_length(model: "PreTrainedModel", prompt: int, most: int, length: int | None) -> int:
+    """Return the most tokens of an answer: ``length``, by default ``most`` or what the model's positions leave.
 
     Args:
         prompt: tokens of the longest prompt.
@@ -190,18 +175,18 @@ def answer_length(model: "PreTrainedModel", prompt: int, length: int | None) -> 
             f"LENGTH={length}: with a prompt of {prompt} tokens, that exceeds the model's {positions} positions; "
             f"set at most {left}"
         )
-    return length or min(LONGEST, left)
+    return length or min(most, left)
 
 
 def load_with_prompts(
-    options: ModelOptions,
+    options: ModelOptions, longest: int
 ) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase, list[list[int]], int]":
     """Return the model, its tokenizer, the prompts, tokenized as by verl for a rollout, and the length of an answer."""
     messages = prompts(options.data, options.rows)
     model, tokenizer = load(options.model)
     texts = (tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False) for each in messages)
     token_ids = [tokenizer(text, add_special_tokens=False).input_ids for text in texts]
-    return model, tokenizer, token_ids, answer_length(model, max(map(len, token_ids)), options.length)
+    return model, tokenizer, token_ids, answer_length(model, max(map(len, token_ids)), longest, options.length)
 
 
 def end_tokens(model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase") -> set[int]:

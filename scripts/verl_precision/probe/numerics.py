@@ -6,7 +6,6 @@ calls ``recipes.cpu.host.autocast_as_cuda`` once.
 
 import copy
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,61 +24,16 @@ class Overflow(Exception):
     """Logits are not finite; the message names the trainer or the rollout."""
 
 
-@dataclass(frozen=True)
-class RolloutNumerics:
-    """The dtypes of a rollout: weights are sent as ``wire`` and stored, like the KV cache, in ``dtype``."""
-
-    dtype: str
-    wire: str
-    head: bool  # whether the head computes in fp32, from weights in dtype: vLLM's head_dtype
-
-    @property
-    def name(self) -> str:
-        return f"rollout-{self.dtype}-wire-{self.wire}{'-head-fp32' if self.head else ''}"
-
-    def cast(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(torch_dtype(self.wire)).to(torch_dtype(self.dtype))
-
-
-@dataclass(frozen=True)
-class TrainerNumerics:
-    """The dtypes of verl's FSDP engine: fp32 masters, gathered in ``dtype``, in its autocast."""
-
-    dtype: str
-    head: bool  # whether the head computes in fp32 from the masters, as with keep_fp32_modules=[lm_head]
-
-    @property
-    def name(self) -> str:
-        return f"trainer-{self.dtype}{'-head-fp32' if self.head else ''}"
-
-    def cast(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight.to(torch_dtype(self.dtype))
-
-
-class HeadInFp32(torch.nn.Linear):
-    """A head that computes fp32 logits from hidden states in 16 bits, (..., hidden) -> (..., vocabulary)."""
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(hidden.device.type, enabled=False):
-            return super().forward(hidden.float())
-
-
 @torch.no_grad()
-def build(masters: "PreTrainedModel", numerics: RolloutNumerics | TrainerNumerics, device: str) -> "PreTrainedModel":
-    """Return a copy of the model with weights in the dtypes of ``numerics``.
+def build(masters: "PreTrainedModel", dtype: str, device: str) -> "PreTrainedModel":
+    """Return a copy of the model with weights in ``dtype``, as a server stores them and FSDP gathers them.
 
     Buffers are not cast: trainer and rollout both keep rotary frequencies in fp32.
     """
     # deepcopy takes what its memo has under an object's id instead of copying the object.
-    cast = {id(weight): torch.nn.Parameter(numerics.cast(weight), False) for weight in masters.parameters()}
-    model = copy.deepcopy(masters, memo=cast)
-    if numerics.head:
-        head = masters.get_output_embeddings()
-        stored = numerics.cast if isinstance(numerics, RolloutNumerics) else torch.Tensor.float
-        in_fp32 = HeadInFp32(head.in_features, head.out_features, head.bias is not None)
-        in_fp32.load_state_dict({name: stored(weight).float() for name, weight in head.state_dict().items()})
-        model.set_output_embeddings(in_fp32)
-    return model.to(device).eval()
+    kind = torch_dtype(dtype)
+    cast = {id(weight): torch.nn.Parameter(weight.to(kind), False) for weight in masters.parameters()}
+    return copy.deepcopy(masters, memo=cast).to(device).eval()
 
 
 def autocast(device: str, dtype: str) -> AbstractContextManager:

@@ -7,8 +7,6 @@ the numbers do not decide is listed with the command that measures it.
 import shlex
 from collections.abc import Mapping
 from dataclasses import astuple
-from itertools import groupby
-from operator import itemgetter
 from typing import NamedTuple
 
 from verl_precision.facts.regime import named_dtypes
@@ -29,8 +27,7 @@ class Recommendation(NamedTuple):
 
 
 def by_regime(rows: list[dict]) -> dict[str, dict]:
-    """Return the first row of each regime by name; a probe lists it with the first wire and the first head."""
-    return {regime: next(group) for regime, group in groupby(rows, itemgetter("regime"))}
+    return {row["regime"]: row for row in rows}
 
 
 def choose(rows: Mapping[str, dict]) -> tuple[str | None, str]:

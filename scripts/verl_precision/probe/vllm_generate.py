@@ -20,7 +20,6 @@ def generate(request: dict) -> None:
         from recipes.cpu import host
 
         host.adapt_on_import("vllm.model_executor.layers.utils", host.keep_linear_weights)
-    import torch
     import vllm
 
     from verl_precision.facts.dtypes import torch_dtype
@@ -37,10 +36,7 @@ def generate(request: dict) -> None:
         enforce_eager=request["device"] == "cpu",
         logprobs_mode="processed_logprobs",
         seed=request["seed"],
-        hf_overrides={"head_dtype": "float32"} if request["head"] else None,
     )
-    if request["head"] and engine.llm_engine.model_config.head_dtype != torch.float32:
-        sys.exit(f"vLLM {vllm.__version__} has no fp32 head for generation: use HEAD='none trainer'")
     sampling = vllm.SamplingParams(
         n=request["samples"],
         max_tokens=request["length"],

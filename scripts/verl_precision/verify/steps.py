@@ -290,7 +290,7 @@ def trained(out: Path) -> dict[str, Any]:
 
 def probe(target: VerifiedDevice, out: Path) -> list[Command]:
     regimes = "fp16 bf16" if target.small else " ".join(options("precision")) if target.bf16 else "fp16 fp32"
-    values = {"DEVICE": target.device, "PRECISION": regimes, "WIRE": "fp32", "HEAD": "none", "BACKEND": "vllm"}
+    values = {"DEVICE": target.device, "PRECISION": regimes, "BACKEND": "vllm"}
     values |= {"ROWS": "4", "SAMPLES": "2", "LENGTH": "16"} if target.small else {}
     return [program("probe", *as_options(values | {"OUT": str(out)}))]
 

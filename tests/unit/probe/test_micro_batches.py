@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl_precision.probe.model import load
-from verl_precision.probe.numerics import TrainerNumerics, build, token_log_probs
+from verl_precision.probe.numerics import build, token_log_probs
 
 ROWS = [([1, 2, 3], [4, 5, 6, 7]), ([8, 9], [10]), ([11, 12, 13, 14], [15, 16])]
 
@@ -29,7 +29,7 @@ def verls_inputs() -> dict[str, torch.Tensor]:
 def test_micro_batches_are_verls_and_do_not_mix_rows(folder, monkeypatch, tokens, shapes):
     """Rows of at most 7 tokens: three of them fit into 21, one into 7."""
     masters, _ = load(str(folder / "model"))
-    model = build(masters, TrainerNumerics("fp32", False), "cpu")
+    model = build(masters, "fp32", "cpu")
     separate = [token_log_probs(model, "fp32", [row])["log_probs"][0] for row in ROWS]
     monkeypatch.setattr("verl_precision.probe.numerics.TOKENS", tokens)
     inputs = []

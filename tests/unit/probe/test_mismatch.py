@@ -9,7 +9,7 @@ import torch
 from verl.trainer.ppo.rollout_corr_helper import compute_offpolicy_metrics
 from verl_precision.probe import mismatch
 from verl_precision.probe.mismatch import Answer, Estimate
-from verl_precision.probe.report import cells, verdict
+from verl_precision.probe.report import numbers_of, verdict
 
 
 def answers_of(log_ratios: list[np.ndarray], samples: int = 8) -> list[Answer]:
@@ -36,7 +36,7 @@ def test_metrics_match_those_that_verl_logs():
     ours = mismatch.measure(answers)
     assert ours["k3"].value == pytest.approx(theirs["k3_kl"], rel=1e-4)
     difference = ((trainer.exp() - rollout.exp()).abs() * mask).sum() / mask.sum()  # verl's rollout_probs_diff_mean
-    assert ours["equal"].value == 0 and cells(ours)[-1] == "0.00% (0.00%–0.00%)"
+    assert ours["equal"].value == 0 and numbers_of(ours)[-1] == "0.00% (0.00%–0.00%)"
     assert ours["probs_diff"].value == pytest.approx(difference.item(), rel=1e-5)
 
 
@@ -133,7 +133,7 @@ def test_verdict():
 def test_equal_log_probabilities_are_bitwise_and_neither_grow_nor_cost():
     rows = answers_of([np.zeros(16)] * 16)
     result = mismatch.measure(rows)
-    assert cells(result)[-1] == "bitwise" and result["k3"].high == 0
+    assert numbers_of(result)[-1] == "bitwise" and result["k3"].high == 0
     assert result["growth"] == Estimate(1, 1, 1) and mismatch.effective_share(result["rate"], 8192) == Estimate(1, 1, 1)
     rows[0].trainer[:4] -= 1e-6
     assert mismatch.measure(rows)["equal"].value == 252 / 256

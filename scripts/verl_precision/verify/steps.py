@@ -67,6 +67,9 @@ class VerifiedDevice:
         return self.small or oldest(find_gpus()).bf16
 
 
+Commands = Callable[[VerifiedDevice, Path], list[Command]]
+
+
 @dataclass(frozen=True)
 class Step:
     """One or more programs, run in turn.
@@ -83,7 +86,7 @@ class Step:
     stage: str
     name: str
     needs: tuple[str, ...]
-    commands: Callable[[VerifiedDevice, Path], list[Command]]
+    commands: Commands
     values: Callable[[Path], dict[str, Any]]
     bf16: bool = False
     limit_s: float = 600.0
@@ -186,18 +189,14 @@ def diagnosis(out: Path) -> dict[str, Any]:
 # --- numerics ---------------------------------------------------------------------------------------------------------
 
 
-def tests(file: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
+def tests(target: VerifiedDevice, out: Path, file: str) -> list[Command]:
     """Return the command of a test file on the device, with the installed verl."""
-
-    def command(target: VerifiedDevice, out: Path) -> list[Command]:
-        words = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--device={target.device}", f"--basetemp={out}/tmp"]
-        if verl := package_folder("verl"):
-            (out / "installed").mkdir()
-            (out / "installed/verl").symlink_to(verl)
-            words.append(f"--verl-tree={out / 'installed'}")
-        return [module("pytest", *words, f"--junitxml={out / 'junit.xml'}", f"tests/engine/{file}")]
-
-    return command
+    words = ["-q", "-p", "no:xdist", "-p", "no:cacheprovider", f"--device={target.device}", f"--basetemp={out}/tmp"]
+    if verl := package_folder("verl"):
+        (out / "installed").mkdir()
+        (out / "installed/verl").symlink_to(verl)
+        words.append(f"--verl-tree={out / 'installed'}")
+    return [module("pytest", *words, f"--junitxml={out / 'junit.xml'}", f"tests/engine/{file}")]
 
 
 def outcomes(out: Path) -> dict[str, Any]:
@@ -235,34 +234,30 @@ def train(target: VerifiedDevice, out: Path, settings: dict[str, Any], **words: 
     return program("run", *as_options({name: str(value) for name, value in words.items()}))
 
 
-def job(regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
-    return lambda target, out: [train(target, out, {}, PRECISION=regime, **({"STEPS": 2} if target.small else {}))]
+def job(target: VerifiedDevice, out: Path, regime: str) -> list[Command]:
+    return [train(target, out, {}, PRECISION=regime, **({"STEPS": 2} if target.small else {}))]
 
 
-def long_job(answer: int, regime: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
+def long_job(target: VerifiedDevice, out: Path, answer: int, regime: str) -> list[Command]:
     """Return the commands that train a model of 99 M parameters and random weights on answers of ``answer`` tokens."""
-
-    def command(target: VerifiedDevice, out: Path) -> list[Command]:
-        length, batch, samples, tiny = (answer // 16, 4, 2, ["tiny"]) if target.small else (answer, 8, 4, [])
-        settings = {
-            "data.max_response_length": length,
-            "data.train_batch_size": batch,
-            "actor_rollout_ref.actor.ppo_mini_batch_size": batch,
-            "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": batch * samples // 4,
-            "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": batch * samples // 4,
-            "actor_rollout_ref.rollout.n": samples,
-            "actor_rollout_ref.rollout.ignore_eos": "true",
-            "actor_rollout_ref.actor.optim.lr": 1e-5,
-        }
-        words = {"PRECISION": regime, "EXPERIMENT": "arithmetic", "STEPS": 2 if target.small else 6}
-        words |= {"MODEL": out / "model", "TRAIN": ARITHMETIC / "train.parquet"}
-        return [
-            module("recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC, "--seed", "1"),
-            module("verl_precision.verify.long_model", str(length), out / "model", *tiny),
-            train(target, out, settings, **words),
-        ]
-
-    return command
+    length, batch, samples, tiny = (answer // 16, 4, 2, ["tiny"]) if target.small else (answer, 8, 4, [])
+    settings = {
+        "data.max_response_length": length,
+        "data.train_batch_size": batch,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": batch,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": batch * samples // 4,
+        "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": batch * samples // 4,
+        "actor_rollout_ref.rollout.n": samples,
+        "actor_rollout_ref.rollout.ignore_eos": "true",
+        "actor_rollout_ref.actor.optim.lr": 1e-5,
+    }
+    words = {"PRECISION": regime, "EXPERIMENT": "arithmetic", "STEPS": 2 if target.small else 6}
+    words |= {"MODEL": out / "model", "TRAIN": ARITHMETIC / "train.parquet"}
+    return [
+        module("recipes.arithmetic.prepare", "--task", "addition", "--out", ARITHMETIC, "--seed", "1"),
+        module("verl_precision.verify.long_model", str(length), out / "model", *tiny),
+        train(target, out, settings, **words),
+    ]
 
 
 def trained(out: Path) -> dict[str, Any]:
@@ -295,27 +290,29 @@ def probe(target: VerifiedDevice, out: Path) -> list[Command]:
     return [program("probe", *as_options(values | {"OUT": str(out)}))]
 
 
-def benchmark(name: str, *words: str) -> Callable[[VerifiedDevice, Path], list[Command]]:
-    """Return the command of a benchmark. Each part of bench is a step, so that one that fails leaves the others."""
+def benchmark(target: VerifiedDevice, out: Path, name: str, *words: str) -> list[Command]:
+    size = ["--size", "small"] if target.small else []
+    return [program(name, "--device", target.device, *size, *words, "--out", out)]
 
-    def command(target: VerifiedDevice, out: Path) -> list[Command]:
-        size = ["--size", "small"] if target.small else []
-        return [program(name, "--device", target.device, *size, *words, "--out", out)]
 
-    return command
+def job_step(name: str, regime: str, commands: Commands) -> Step:
+    return Step("job", f"{name}-{regime}", JOB, commands, trained, bf16="bf16" in regime)
+
+
+def with_words(make: Callable[..., list[Command]], *words: object) -> Commands:
+    """Return the function ``make`` of a target and a folder with further arguments."""
+    return lambda target, out: make(target, out, *words)
 
 
 STEPS = (
     Step("machine", "hardware", ("torch",), hardware, lambda out: read_json(out / "hardware.json")),
     Step("machine", "doctor", ("torch", "verl", "hydra"), doctor, diagnosis),
-    Step("numerics", "scaler", ("torch", "pytest", "xdist"), tests("test_scaler.py"), outcomes),
-    Step("numerics", "engine", (*VERL, "pytest", "xdist"), tests("test_on_device.py"), outcomes),
-    *(Step("job", f"sanity-{regime}", JOB, job(regime), trained, bf16="bf16" in regime) for regime in REGIMES),
-    *(
-        Step("job", f"long{length}-{regime}", JOB, long_job(length, regime), trained, bf16="bf16" in regime)
-        for length, regime in LONG_JOBS
-    ),
+    Step("numerics", "scaler", ("torch", "pytest", "xdist"), with_words(tests, "test_scaler.py"), outcomes),
+    Step("numerics", "engine", (*VERL, "pytest", "xdist"), with_words(tests, "test_on_device.py"), outcomes),
+    *(job_step("sanity", regime, with_words(job, regime)) for regime in REGIMES),
+    *(job_step(f"long{length}", regime, with_words(long_job, length, regime)) for length, regime in LONG_JOBS),
     Step("probe", "probe", JOB, probe, report),
-    *(Step("cost", part, VERL, benchmark("bench", "--only", part), report) for part in PARTS),
-    Step("amp", "bench-amp", ("torch", "gymnasium"), benchmark("bench-amp"), report),
+    # Each part of bench is a step, so that one that fails leaves the others.
+    *(Step("cost", part, VERL, with_words(benchmark, "bench", "--only", part), report) for part in PARTS),
+    Step("amp", "bench-amp", ("torch", "gymnasium"), with_words(benchmark, "bench-amp"), report),
 )

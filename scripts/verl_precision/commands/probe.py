@@ -10,9 +10,9 @@ import sys
 
 from verl_precision.paths import REPO
 from verl_precision.probe.model import VARIABLES as VARIABLES  # its options
-from verl_precision.probe.model import ProbeOptions, load_with_prompts, prepare_sanity
-from verl_precision.probe.model import probe_options as parse
+from verl_precision.probe.model import ProbeOptions, load_with_prompts, prepare_sanity, probe_options
 
+parse = probe_options
 LONGEST = 1024  # the default LENGTH, if the model has the positions
 
 

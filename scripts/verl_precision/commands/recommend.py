@@ -55,8 +55,8 @@ def runnable(options: ProbeOptions) -> ProbeOptions:
     return replace(options, precision=left)
 
 
-def main(words: list[str]) -> int:
-    measured, length, given = parse(words)
+def main(request: tuple[ProbeOptions, int, dict[str, str]]) -> int:
+    measured, length, given = request
     if not prepare_sanity(measured):
         return 1
     out = measured.out

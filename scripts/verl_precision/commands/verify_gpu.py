@@ -41,11 +41,11 @@ def parse(words: list[str]) -> tuple[list[Step], Path, VerifiedDevice]:
     return [step for step in STEPS if {step.name, step.stage} & set(named)], out, target
 
 
-def main(words: list[str]) -> int:
+def main(request: tuple[list[Step], Path, VerifiedDevice]) -> int:
     from verl_precision.verify.report import Verification, counts, device_name, write
 
     interrupt_on_signals()
-    named, out, target = parse(words)
+    named, out, target = request
     record = Verification.open(out, device_name(target.device))
     steps = named or [step for step in STEPS if not record.passed(step)]
     for number, step in enumerate(steps, start=1):

@@ -201,7 +201,7 @@ def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scal
 def test_command_writes_its_report(folder, tmp_path, capsys):
     out = tmp_path / "out"
     words = [f"MODEL={folder / 'model'}", f"DATA={folder / 'data.parquet'}", "ROWS=3", "LENGTH=8", f"OUT={out}"]
-    assert preflight.main(["DEVICE=cpu", *words]) == 0
+    assert preflight.main(preflight.parse(["DEVICE=cpu", *words])) == 0
     assert sorted(file.name for file in out.iterdir()) == ["report.md"]
     report = (out / "report.md").read_text()
     assert "- verdict: fp16 fits" in report and "- measured: 3 answers, " in report

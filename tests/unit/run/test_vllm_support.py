@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from verl_precision.probe.variants import check_regimes
 
 from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import diagnose
@@ -16,7 +17,6 @@ from verl_precision.errors import Refused
 from verl_precision.facts import vllm_float16
 from verl_precision.facts.vllm_float16 import Float16Support, float16_support
 from verl_precision.files import write
-from verl_precision.probe.variants import check_regimes
 from verl_precision.run.checks import check_rollout
 from verl_precision.run.job import compose, parse_job
 

@@ -63,13 +63,15 @@ def refused_regimes(options: ProbeOptions) -> dict[str, str]:
 
 
 def check_regimes(options: ProbeOptions) -> None:
-    """Refuse regimes that cannot be measured here."""
+    """Refuse regimes that cannot be measured here, and print a model that vLLM would refuse in fp16."""
     if refused := refused_regimes(options):
         others = " ".join(name for name in options.precision if name not in refused) or "fp32"
         raise Refused(
             f"PRECISION={' '.join(options.precision)}: {'; '.join(dict.fromkeys(refused.values()))}; leave out "
             f"{' and '.join(refused)}: PRECISION={shlex.quote(others)}"
         )
+    if (support := float16_support(options.model)).supported is False:
+        print(f"{support.reason}: it can be measured in fp16 here, and not run in it", flush=True)
 
 
 @dataclass(frozen=True)

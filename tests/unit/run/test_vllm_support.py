@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from verl_precision.probe.variants import check_regimes
 
 from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import diagnose
@@ -17,6 +16,7 @@ from verl_precision.errors import Refused
 from verl_precision.facts import vllm_float16
 from verl_precision.facts.vllm_float16 import Float16Support, float16_support
 from verl_precision.files import write
+from verl_precision.probe.log_probs import check_regimes
 from verl_precision.run.checks import check_rollout
 from verl_precision.run.job import compose, parse_job
 
@@ -195,4 +195,4 @@ def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, 
     with pytest.raises(Refused, match="leave out bf16_train_fp16_infer and fp16: PRECISION='bf16 fp32'"):
         probe.main(probe.parse([*words, "BACKEND=vllm"]))
     check_regimes(probe.parse([*words, "BACKEND=hf"]))
-    assert "bf16_train_fp16_infer and fp16 are measured here" in capsys.readouterr().out
+    assert "it can be measured in fp16 here, and not run in it" in capsys.readouterr().out

@@ -46,7 +46,6 @@ COMMANDS = {
         "submit": "train on a running Ray cluster",
         "compare": "train and compare regimes, or compare existing runs",
         "report": "rebuild a report from the runs in its folder",
-        "collapse": "train a model that bf16 destroys and fp16 trains",
     },
 }
 DEVELOPMENT = {
@@ -76,7 +75,7 @@ JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
 NEEDS = {
     **{"preflight": MODEL, "probe": PROBE, "recommend": PROBE, "plan-memory": CONFIG, "run": (*JOB, "matplotlib")},
-    **{"submit": JOB, "compare": REPORT, "report": REPORT, "collapse": (*JOB, *REPORT)},
+    **{"submit": JOB, "compare": REPORT, "report": REPORT},
     "verify-gpu": ("torch",),
 }
 # Options without a value of the commands that have VARIABLES: their names in ``main``, and help.

@@ -114,8 +114,8 @@ def start(name: str, typed: list[str]) -> None:
         inherited = {each: os.environ[each] for each in variables(name) if each != "FORCE" and each in os.environ}
         values = inherited | values
     device = chosen_device(name, values)
-    if name == "sanity":
-        lines = (REPO / "configs/compare/sanity.words").read_text().splitlines()
+    if (words := REPO / f"configs/compare/{name}.words").exists():
+        lines = words.read_text().splitlines()
         values = dict(line.partition("=")[::2] for line in lines if line and not line.startswith("#")) | values
     program = command_line(name, values)
     os.environ.update(sources)

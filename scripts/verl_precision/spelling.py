@@ -26,10 +26,10 @@ class MakeTarget(NamedTuple):
     environment: bool = True  # whether it runs in .venv or .venv-cuda
 
 
-WITH_VARIABLES = ("run", "submit", "preflight", "probe", "recommend", "plan-memory", "compare", "report", "collapse")
+WITH_VARIABLES = ("run", "submit", "preflight", "probe", "recommend", "plan-memory", "compare", "report")
 TARGETS = {
     **dict.fromkeys((*WITH_VARIABLES, "verify-gpu"), MakeTarget()),
-    "sanity": MakeTarget("compare"),
+    **dict.fromkeys(("sanity", "collapse"), MakeTarget("compare")),
     "wheelhouse": MakeTarget(environment=False),
     "doctor": MakeTarget(takes=("VERL", "ARGS")),
     **dict.fromkeys(("bench", "bench-amp"), MakeTarget(takes=("ARGS",))),

@@ -10,10 +10,9 @@ from verl_precision.files import read_jsonl, write_json
 from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, write_runs
 from verl_precision.report.content import Report, build_report
-from verl_precision.report.page import page
-from verl_precision.report.readers.dispatch import read_all
+from verl_precision.report.readers import read_all
+from verl_precision.report.render import page, run_rows
 from verl_precision.report.statistics import THRESHOLD
-from verl_precision.report.tables import run_rows
 from verl_precision.run.folder import start_record
 from verl_precision.run.job import parse_job
 from verl_precision.run.summary import summarize
@@ -78,16 +77,16 @@ def finished_run(out: Path, *words: str, steps: int = 3) -> Path:
     return out
 
 
-def built(pairs: list[tuple[str, Path]], **more) -> Report:
+def built(pairs: list[tuple[str, Path]]) -> Report:
     """Return a report without writing it: figures take seconds."""
-    return build_report(read_all(pairs), THRESHOLD, "Runs", **more)
+    return build_report(read_all(pairs), THRESHOLD, "Runs")
 
 
 def built_from(folder: Path) -> Report:
     """Return the report of a folder, built from the runs that it keeps, without writing it."""
     kept = json.loads((folder / SETTINGS).read_text())
     pairs = [(label, folder / run) for label, run in kept["runs"]]
-    return build_report(read_all(pairs), kept["threshold"], kept["title"], kept["nospeed"])
+    return build_report(read_all(pairs), kept["threshold"], kept["title"])
 
 
 def is_rebuilt_from(out: Path, original: Report) -> bool:

@@ -21,7 +21,6 @@ ROOMS = {
     "doctor": {"patch", "run"},
     "probe": {"run"},
     "report": {"run"},
-    "collapse": {"run", "report"},
     "bench": set(),
     "verify": {"patch", "run"},
 }

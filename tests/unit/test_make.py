@@ -91,6 +91,11 @@ def test_sanity_is_a_grid_whose_values_the_command_line_overrides(started):
     assert sorted(started("sanity", "SEED=4 5", "ARGS=a='b c'")[1]) == sorted(made)
 
 
+def test_collapse_is_a_pair_whose_values_the_command_line_overrides(started):
+    pair = ["--experiment=recall", "--precision=bf16 fp16", "--algo=pg_is", "--steps=60", "--out=outputs/collapse"]
+    assert sorted(started("collapse", "STEPS=60")[1]) == sorted(["compare", *pair])
+
+
 @pytest.mark.parametrize(
     ("environment", "words", "arguments"),
     [

@@ -93,7 +93,7 @@ def test_areas_and_names_are_chosen():
 def test_tests_are_selected_by_imports_the_nearest_first(tmp_path):
     tests = select_tests("scripts/verl_precision/patch/apply.py", REPO)
     assert tests[0] == "tests/unit/patch/test_apply.py"
-    assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/recipes/test_flowrl_toy.py" not in tests
+    assert "tests/unit/patch/test_upgrade.py" in tests and "tests/unit/recipes/test_flowrl_targets.py" not in tests
     assert "tests/unit/doctor/test_doctor.py" in select_tests("scripts/verl_precision/commands/doctor.py", REPO)
     with pytest.raises(Refused, match="Makefile: no test's imports lead to it; name its tests"):
         select_tests("Makefile", REPO)

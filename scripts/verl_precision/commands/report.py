@@ -10,7 +10,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.report.build import rebuild
-from verl_precision.report.tables import on_screen
+from verl_precision.report.render import on_screen
 from verl_precision.words import parse_words
 
 VARIABLES = {
@@ -20,15 +20,15 @@ VARIABLES = {
 
 
 def parse(words: list[str]) -> dict[str, str]:
-    """Return the values of the words by name, or refuse a wrong name and a missing FROM."""
-    variables = parse_words(words, VARIABLES)
-    if "FROM" not in variables:
+    values = parse_words(words, VARIABLES)
+    if "FROM" not in values:
         raise Refused("FROM: is not set; give a report's folder, e.g. FROM=outputs/compare/arithmetic/grpo/report")
-    return variables
+    return values
 
 
-def main(variables: dict[str, str]) -> int:
-    source = Path(variables["FROM"]).expanduser()
-    out = Path(variables.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
+def main(words: list[str]) -> int:
+    values = parse(words)
+    source = Path(values["FROM"]).expanduser()
+    out = Path(values.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
     print(f"\n{on_screen(rebuild(source, out))}\n\n  {out / 'index.html'}\n")
     return 0

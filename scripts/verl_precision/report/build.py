@@ -15,28 +15,20 @@ from verl_precision.errors import Refused
 from verl_precision.files import check_room, write_json
 from verl_precision.report.content import Report, build_report
 from verl_precision.report.figures import write_figures
-from verl_precision.report.page import page
-from verl_precision.report.readers.dispatch import read_all
-from verl_precision.report.readers.metrics import read_json
-from verl_precision.report.readers.run_folder import RECORD
+from verl_precision.report.readers import RECORD, read_all, read_json
+from verl_precision.report.render import page, write_tables
 from verl_precision.report.statistics import THRESHOLD
-from verl_precision.report.tables import write_tables
 
 SETTINGS = "report.json"  # the title, the labels and the runs of a report
 
 
 def write_report(
-    pairs: Sequence[tuple[str, Path]],
-    out: Path,
-    threshold: float = THRESHOLD,
-    title: str = "Runs compared",
-    nospeed: str = "",
+    pairs: Sequence[tuple[str, Path]], out: Path, threshold: float = THRESHOLD, title: str = "Runs compared"
 ) -> Report:
     """Read the runs, each a label and its folder or file, and replace the report in ``out``.
 
     Args:
         threshold: the reward that the moving mean has to exceed.
-        nospeed: why no speed may be claimed for any run, such as a shared machine.
 
     Raises:
         Refused: a run cannot be used, there is none, or ``out`` contains something else or cannot be written to;
@@ -47,7 +39,7 @@ def write_report(
     if out.exists() and not out.is_dir() or out.is_dir() and any(out.iterdir()) and not (out / SETTINGS).exists():
         raise Refused(f"OUT={out}: is not empty and contains no report; choose another folder")
     check_room(out)
-    report = build_report(read_all(list(pairs)), threshold, title, nospeed)
+    report = build_report(read_all(list(pairs)), threshold, title)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}-") as scratch:
         new = Path(scratch, "new")
@@ -78,13 +70,8 @@ def write_runs(report: Report, out: Path) -> None:
         config = {key: value for key, value in run.config.items() if key in report.differs}
         record = {"name": run.name, "source": run.source, "seed": run.seed, "notes": run.notes, "config": config}
         write_json(folder / RECORD, record)
-    settings = {
-        "title": report.title,
-        "threshold": report.threshold,
-        "nospeed": report.nospeed,
-        "runs": [[entry.run.label, f"runs/{entry.id}"] for entry in report.entries],
-    }
-    write_json(out / SETTINGS, settings)
+    runs = [[entry.run.label, f"runs/{entry.id}"] for entry in report.entries]
+    write_json(out / SETTINGS, {"title": report.title, "threshold": report.threshold, "runs": runs})
 
 
 def rebuild(folder: Path, out: Path) -> Report:
@@ -99,9 +86,7 @@ def rebuild(folder: Path, out: Path) -> Report:
         hint = f"; below it are {', '.join(below)}" if below else ""
         raise Refused(f"FROM={folder}: contains no {SETTINGS}{hint}; give the folder of a report")
     settings = read_json(file)
-    if missing := [name for name in ("title", "threshold", "nospeed", "runs") if name not in settings]:
-        raise Refused(f"{file}: has no {missing[0]}; it is not a report's")
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in settings["runs"]):
-        raise Refused(f"{file}: runs must be a list of [LABEL, FOLDER]")
+    if not {"title", "threshold", "runs"} <= settings.keys() or any(len(pair) != 2 for pair in settings["runs"]):
+        raise Refused(f"{file}: must contain title, threshold and runs, a list of [LABEL, FOLDER]")
     pairs = [(label, folder / run) for label, run in settings["runs"]]
-    return write_report(pairs, out, settings["threshold"], settings["title"], settings["nospeed"])
+    return write_report(pairs, out, settings["threshold"], settings["title"])

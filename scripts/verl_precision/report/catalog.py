@@ -97,10 +97,10 @@ def report_name(name: str) -> str | None:
     return METRIC.get(name) or (ACCURACY if VALIDATION.fullmatch(name) else None)
 
 
-def finite(steps: Steps, metric: str) -> list[float]:
+def finite(steps: Steps, metric: str) -> dict[int, float]:
     """Return the values of a metric in the order of the steps, without those that are absent or not finite."""
-    values = (steps[step].get(metric, math.nan) for step in sorted(steps))
-    return [value for value in values if math.isfinite(value)]
+    values = {step: steps[step].get(metric, math.nan) for step in sorted(steps)}
+    return {step: value for step, value in values.items() if math.isfinite(value)}
 
 
 @dataclass(frozen=True)
@@ -111,10 +111,7 @@ class CatalogOutcome:
         reduce: computes it from the metric's finite values at the steps that all runs share.
         scale: "linear" compares two labels by their difference, "log" by their ratio, "" not at all.
         form: format specification, by default three significant digits.
-        speed: whether a verdict on it claims speed, which requires the dtypes of the regime.
         noise: values up to it are noise and not compared.
-        agreement: whether it is a share of equal values: 1 throughout is shown as "bitwise", and its row always
-            appears, because older runs do not record it.
     """
 
     name: str
@@ -123,13 +120,10 @@ class CatalogOutcome:
     reduce: Callable[[list[float]], float]
     scale: str = "linear"
     form: str = ""
-    speed: bool = False
     noise: float = 0.0
-    agreement: bool = False
 
 
 def last_mean(values: list[float]) -> float:
-    """Return the mean of the last ``WINDOW`` values."""
     return fmean(values[-WINDOW:])
 
 
@@ -140,15 +134,16 @@ OUTCOMES = (
     CatalogOutcome("k3_mean", "k3, mean", K3_KL, fmean, "log", noise=K3_NOISE),
     CatalogOutcome("k3_median", "k3, median step", K3_KL, median, "log", noise=K3_NOISE),
     CatalogOutcome("probs_diff_mean", "probability difference, mean", PROBS_DIFF, fmean, "log"),
-    CatalogOutcome("equal_share_mean", "equal log-probabilities, mean", EQUAL_SHARE, fmean, form=".4f", agreement=True),
+    CatalogOutcome("equal_share_mean", "equal log-probabilities, mean", EQUAL_SHARE, fmean, form=".4f"),
     CatalogOutcome("loss_scale_last", "loss scale at the end", LOSS_SCALE, itemgetter(-1), ""),
     CatalogOutcome("skipped_total", "skipped steps", SKIPPED, sum),
     CatalogOutcome("critic_skipped_total", "skipped steps, critic", CRITIC_SKIPPED, sum),
     CatalogOutcome("grad_norm_mean", "gradient norm, mean", GRAD_NORM, fmean),
     CatalogOutcome("entropy_last", f"entropy, last {WINDOW} steps", ENTROPY, last_mean),
     CatalogOutcome("response_length_last", f"response length, last {WINDOW}", RESPONSE_LENGTH, last_mean),
-    CatalogOutcome("throughput_median", "throughput, tokens/s, median", THROUGHPUT, median, "log", speed=True),
-    CatalogOutcome("seconds_median", "step, s, median", SECONDS, median, "log", speed=True),
+    # Speed is not compared: it depends on what else the machine did. `make bench` and `make verify-gpu` measure it.
+    CatalogOutcome("throughput_median", "throughput, tokens/s, median", THROUGHPUT, median, ""),
+    CatalogOutcome("seconds_median", "step, s, median", SECONDS, median, ""),
     CatalogOutcome("memory_peak", "trainer's memory, GiB, peak", MEMORY, max),
     *(
         CatalogOutcome(f"flowrl_{name}_last", f"{name.replace('_', ' ')}, last {WINDOW}", metric, last_mean)
@@ -159,5 +154,5 @@ OUTCOMES = (
 
 def outcomes(steps: Steps) -> dict[str, float | None]:
     """Return each outcome by name; None where its metric has no finite value."""
-    values = {outcome.name: finite(steps, outcome.metric) for outcome in OUTCOMES}
+    values = {outcome.name: list(finite(steps, outcome.metric).values()) for outcome in OUTCOMES}
     return {each.name: each.reduce(values[each.name]) if values[each.name] else None for each in OUTCOMES}

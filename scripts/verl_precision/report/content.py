@@ -1,15 +1,35 @@
-"""Define the content of a report: its runs, aligned by step, and their statistics."""
+"""Define the content of a report: its runs, aligned by step, their statistics, and notes on what is doubtful."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from statistics import fmean
 
 from verl_precision.errors import Refused
-from verl_precision.report.catalog import Steps, outcomes
+from verl_precision.facts.metrics import K3_KL
+from verl_precision.format import significant
+from verl_precision.report.catalog import RESPONSE_LENGTH, WINDOW, Steps, outcomes
 from verl_precision.report.logged_run import LoggedRun
-from verl_precision.report.statistics import LEAST_SEEDS, Spread, Verdict, collapsed, passed, spread_over, verdicts
+from verl_precision.report.statistics import (
+    LEAST_SEEDS,
+    Spread,
+    Verdict,
+    collapsed,
+    count_seeds,
+    passed,
+    spread_over,
+    verdicts,
+)
+from verl_precision.sequence_weights import UNTRUNCATED
+
+TWO_FRAMEWORKS = (
+    "Runs of OAT beside runs of verl: a step of verl is a batch of data.train_batch_size prompts; a step of OAT is "
+    "described below. OAT's gradient norm is the largest of a step's updates and its entropy that of the last "
+    "micro-batch, where verl has means."
+)
 
 
 @dataclass(frozen=True)
@@ -35,20 +55,17 @@ class Report:
 
     Attributes:
         threshold: the reward that the moving mean has to exceed.
-        nospeed: why no speed may be claimed for any run, "" if it may.
         entries: the runs, those of a label together.
         common: the steps that all runs have.
     """
 
     title: str
     threshold: float
-    nospeed: str
     entries: tuple[Entry, ...]
     common: tuple[int, ...]
 
     @cached_property
     def by_label(self) -> dict[str, list[Entry]]:
-        """The runs of each label."""
         grouped: dict[str, list[Entry]] = {}
         for entry in self.entries:
             grouped.setdefault(entry.run.label, []).append(entry)
@@ -66,30 +83,21 @@ class Report:
         }
 
     @cached_property
-    def unclaimed(self) -> dict[str, str]:
-        """By label why no speed may be claimed, "" if it may; the first run that departs from its regime decides."""
-        return {
-            label: next((f"{each.id}: {each.run.departure}" for each in members if each.run.departure), self.nospeed)
-            for label, members in self.by_label.items()
-        }
+    def seeds(self) -> dict[str, int]:
+        """The number of different seeds, by label."""
+        return {label: count_seeds([entry.run.seed for entry in of]) for label, of in self.by_label.items()}
 
     @cached_property
     def verdicts(self) -> list[Verdict]:
         """The verdicts on the labels that have enough seeds for one."""
-        return verdicts({label: self.spreads[label] for label in self.tested}, self.unclaimed)
-
-    @cached_property
-    def tested(self) -> list[str]:
-        """The labels with at least ``LEAST_SEEDS`` different seeds."""
-        return [label for label, members in self.by_label.items() if count_seeds(members) >= LEAST_SEEDS]
+        return verdicts({label: of for label, of in self.spreads.items() if self.seeds[label] >= LEAST_SEEDS})
 
     @cached_property
     def differs(self) -> dict[str, dict[str, str | None]]:
-        """The keys of the configuration in which runs differ."""
         return config_differences(self.entries)
 
 
-def build_report(several: Sequence[LoggedRun], threshold: float, title: str, nospeed: str = "") -> Report:
+def build_report(several: Sequence[LoggedRun], threshold: float, title: str) -> Report:
     """Return the report on runs.
 
     Raises:
@@ -101,35 +109,23 @@ def build_report(several: Sequence[LoggedRun], threshold: float, title: str, nos
     if not common:
         ranges = ", ".join(f"{run.label}={run.name} has {step_range(run.steps)}" for run in ordered)
         raise Refused(f"the runs have no step in common: {ranges}")
-    entries = []
-    for name, run in zip(ids(ordered), ordered, strict=True):
-        shared = {step: run.steps[step] for step in common}
-        events = {"passed": passed(run.steps, threshold), "collapsed": collapsed(run.steps)}
-        entries.append(Entry(name, run, shared, events | outcomes(shared)))
-    return Report(title, threshold, nospeed, tuple(entries), tuple(common))
-
-
-def ids(ordered: Sequence[LoggedRun]) -> list[str]:
-    """Return a different name for each run."""
-    names, seen = [], Counter()
+    entries, seen = [], Counter()
     for run in ordered:
         seen[run.label] += 1
         name = f"{run.label}-{seen[run.label]}" if run.seed is None else f"{run.label}-seed{run.seed}"
         seen[name] += 1
-        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return names
-
-
-def count_seeds(members: Sequence[Entry]) -> int:
-    """Return the number of different seeds; an unrecorded one counts as another."""
-    return spread_over([(entry.run.seed, 0.0) for entry in members]).seeds
+        name += f"-{seen[name]}" if seen[name] > 1 else ""
+        shared = {step: run.steps[step] for step in common}
+        events = {"passed": passed(run.steps, threshold), "collapsed": collapsed(run.steps)}
+        entries.append(Entry(name, run, shared, events | outcomes(shared)))
+    return Report(title, threshold, tuple(entries), tuple(common))
 
 
 def step_range(steps: Iterable[int]) -> str:
     """Return ``steps 1 to 32``, and how many there are if some between are missing."""
     ordered = sorted(steps)
-    missing = ordered[-1] - ordered[0] + 1 - len(ordered)
     text = f"steps {ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else f"step {ordered[0]}"
+    missing = ordered[-1] - ordered[0] + 1 - len(ordered)
     return f"{text} ({len(ordered)} of them)" if missing else text
 
 
@@ -146,3 +142,61 @@ def config_differences(entries: Sequence[Entry]) -> dict[str, dict[str, str | No
             if len(set(values.values())) > 1:
                 differences[key] = values
     return differences
+
+
+def notes(report: Report) -> list[str]:
+    """Return the notes, those on the whole report before those on single runs."""
+    lines = []
+    if longer := [each for each in report.entries if len(each.run.steps) > len(report.common)]:
+        more = ", ".join(f"{entry.id} {step_range(entry.run.steps)}" for entry in longer)
+        lines.append(
+            f"The runs have different steps: they are compared on the common ones, {step_range(report.common)}. "
+            f"More have {more}. Passing and collapse use all steps of a run."
+        )
+    if len({entry.run.framework for entry in report.entries}) > 1:
+        lines.append(TWO_FRAMEWORKS)
+    if len(report.common) < WINDOW:
+        lines.append(f"{len(report.common)} common steps are fewer than the {WINDOW} of a moving mean.")
+    few = [f"{label} ({seeds})" for label, seeds in report.seeds.items() if seeds < LEAST_SEEDS]
+    if few and len(report.by_label) > 1:
+        lines.append(f"No verdict on {', '.join(few)}: {LEAST_SEEDS} different seeds are needed.")
+    lines += notes_on_labels(report) + notes_on_answers(report)
+    for entry in report.entries:
+        run = entry.run
+        if run.finished is False:
+            lines.append(f"{entry.id} is not finished: {run.progress}.")
+        lines += [f"{entry.id}: {note}." for note in (run.departure, *run.notes) if note]
+    return lines
+
+
+def notes_on_labels(report: Report) -> list[str]:
+    """Return the notes on repeated seeds of a label, and on configurations that differ within labels."""
+    lines = []
+    for label, members in report.by_label.items():
+        counts = Counter(entry.run.seed for entry in members if entry.run.seed is not None)
+        if repeated := [str(seed) for seed, count in counts.items() if count > 1]:
+            which = f"{label} has several runs of seed {', '.join(repeated)}"
+            lines.append(f"{which}: each counts in means, as one seed for verdicts.")
+        if keys := list(config_differences(members)):
+            shown = ", ".join(keys[:4]) + ", …" * (len(keys) > 4)
+            lines.append(f"Within {label} the runs differ in more than their seed: {shown}.")
+    return lines
+
+
+def notes_on_answers(report: Report) -> list[str]:
+    """Return the note on T·k3, the mismatch that adds up over an answer, if it may decide the outcome."""
+    means: dict[str, float] = {}
+    for label, members in report.by_label.items():
+        firsts = [entry.shared[report.common[0]] for entry in members]
+        # tokens times nats per token
+        totals = [first.get(RESPONSE_LENGTH, math.nan) * first.get(K3_KL, math.nan) for first in firsts]
+        if known := [total for total in totals if math.isfinite(total)]:
+            means[label] = fmean(known)
+    if max(means.values(), default=0) <= UNTRUNCATED.learned:
+        return []
+    values = ", ".join(f"{significant(mean, 2)} nats in {label}" for label, mean in means.items())
+    return [
+        f"At the first common step, k3 times the length of an answer is {values}. This matters with sequence-level "
+        f"importance weights: with untruncated ones, a small model learned up to {UNTRUNCATED.learned:g} nats and "
+        f"collapsed from {UNTRUNCATED.collapsed:g} nats on (docs/results/collapse)."
+    ]

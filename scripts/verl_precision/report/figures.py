@@ -2,17 +2,17 @@
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean, stdev
 
 from verl_precision.facts.metrics import LOSS_SCALE, REWARD, SKIPPED
-from verl_precision.report.catalog import ACCURACY, SERIES, Series, Steps
+from verl_precision.report.catalog import ACCURACY, SERIES, Series, Steps, finite
 from verl_precision.report.content import Report
 
 # Okabe and Ito's colors, which color-blind readers distinguish; a regime has the same in every report.
 COLORS = {"fp16": "#0072B2", "bf16": "#D55E00", "bf16_train_fp16_infer": "#009E73", "fp32": "#4D4D4D"}
 OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7B4FA3", "#1B7F79")
-LONGEST_LABEL = 28  # letters of a label in a figure
 STYLE = {
     "svg.hashsalt": "report",
     "svg.fonttype": "none",  # text stays text: half the size
@@ -35,12 +35,11 @@ def colors(labels: Sequence[str]) -> dict[str, str]:
 
 def center(values: Sequence[float], scale: str) -> tuple[float, float, float]:
     """Return the mean and one standard deviation below and above; on a log scale the geometric ones."""
-    if scale == "linear":
-        middle, wide = fmean(values), stdev(values) if len(values) > 1 else 0.0
-        return middle, middle - wide, middle + wide
-    logs = [math.log(value) for value in values]
-    middle, wide = fmean(logs), stdev(logs) if len(logs) > 1 else 0.0
-    return math.exp(middle), math.exp(middle - wide), math.exp(middle + wide)
+    if scale != "linear":
+        middle, low, high = center([math.log(value) for value in values], "linear")
+        return math.exp(middle), math.exp(low), math.exp(high)
+    middle, wide = fmean(values), stdev(values) if len(values) > 1 else 0.0
+    return middle, middle - wide, middle + wide
 
 
 def write_figures(report: Report, out: Path) -> None:
@@ -59,12 +58,12 @@ def write_figures(report: Report, out: Path) -> None:
 
 def drawn_series(report: Report) -> list[Series]:
     """Return the series that have a point in a figure; of counts those that are not 0 throughout."""
-    drawn = []
-    for series in SERIES:
+
+    def is_drawn(series: Series) -> bool:
         values = [value for entry in report.entries for value in curve(entry.run.steps, series).values()]
-        if any(values) if series.counted else values:
-            drawn.append(series)
-    return drawn
+        return any(values) if series.counted else bool(values)
+
+    return list(filter(is_drawn, SERIES))
 
 
 def curve(steps: Steps, series: Series) -> dict[int, float]:
@@ -72,13 +71,10 @@ def curve(steps: Steps, series: Series) -> dict[int, float]:
 
     A k3 that rounding made negative is thus left out.
     """
-    points, total = {}, 0.0
-    for step in sorted(steps):
-        value = steps[step].get(series.metric, math.nan)
-        if math.isfinite(value) and (series.scale == "linear" or value > 0):
-            total = total + value if series.counted else value
-            points[step] = total
-    return points
+    values = finite(steps, series.metric)
+    if series.counted:
+        return dict(zip(values, accumulate(values.values()), strict=True))
+    return {step: value for step, value in values.items() if series.scale == "linear" or value > 0}
 
 
 def draw(report: Report, series: Series, axis) -> None:
@@ -102,12 +98,14 @@ def draw(report: Report, series: Series, axis) -> None:
             if not series.counted:
                 axis.fill_between(steps, low, high, color=palette[label], alpha=0.15, linewidth=0)
             axis.plot(steps, middle, color=palette[label], linewidth=1.8, **few)
-        short = label if len(label) <= LONGEST_LABEL else f"{label[: LONGEST_LABEL - 1]}…"
-        axis.plot([], [], color=palette[label], linewidth=2.4, label=short)
+        axis.plot([], [], color=palette[label], linewidth=2.4, label=label)
     if series.metric == REWARD:
         axis.axhline(report.threshold, color="#888888", linewidth=0.9, linestyle=(0, (4, 3)))
-    if series.metric == LOSS_SCALE:
-        mark_skipped_steps(report, series, axis)
+    if series.metric == LOSS_SCALE:  # a cross at each skipped step
+        for entry in report.entries:
+            line = curve(entry.run.steps, series)
+            skips = [step for step, data in entry.run.steps.items() if data.get(SKIPPED, 0) > 0 and step in line]
+            axis.plot(skips, [line[step] for step in skips], "x", color="#B00020", markersize=5)
     widen_if_flat(axis)
     axis.set_xlabel("step")
     axis.set_ylabel(series.title, fontsize=8)
@@ -115,19 +113,10 @@ def draw(report: Report, series: Series, axis) -> None:
     axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, borderaxespad=0.2, handlelength=1.4)
 
 
-def mark_skipped_steps(report: Report, series: Series, axis) -> None:
-    """Draw a cross at each skipped step of the actor."""
-    for entry in report.entries:
-        line = curve(entry.run.steps, series)
-        skips = [step for step, data in entry.run.steps.items() if data.get(SKIPPED, 0) > 0 and step in line]
-        axis.plot(skips, [line[step] for step in skips], "x", color="#B00020", markersize=5)
-
-
 def widen_if_flat(axis) -> None:
     """Leave room around values that are about equal, whose rounding would look like a curve."""
     low, high = axis.dataLim.intervaly
-    if high - low > 1e-3 * max(abs(low), abs(high)):
-        return
-    room = 0.5 + 0.05 * abs(high)
-    axis.set_autoscaley_on(False)  # or matplotlib warns of equal limits
-    axis.set_ylim(*((low / 2, 2 * high) if axis.get_yscale() == "log" else (low - room, high + room)))
+    if high - low <= 1e-3 * max(abs(low), abs(high)):
+        room = 0.5 + 0.05 * abs(high)
+        axis.set_autoscaley_on(False)  # or matplotlib warns of equal limits
+        axis.set_ylim(*((low / 2, 2 * high) if axis.get_yscale() == "log" else (low - room, high + room)))

@@ -45,35 +45,29 @@ class LoggedRun:
         return self.summary.get("effective_dtypes", {})
 
     @property
-    def effective_regime(self) -> str | None:
-        """The regime that the workers reported, whatever was requested; None if it is not known."""
-        return effective_regime(self.effective_dtypes)
-
-    @property
     def regime(self) -> str | None:
         """The regime that the run names: PRECISION of ``make run``, or a label that is the name of a regime.
 
         The label comes first if the workers computed in its dtypes.
         """
         label = self.label if self.label in options("precision") else None
-        return label if label and label == self.effective_regime else self.settings.get("PRECISION") or label
+        computed = label is not None and label == effective_regime(self.effective_dtypes)
+        return label if computed else self.settings.get("PRECISION") or label
 
     @property
     def finished(self) -> bool | None:
-        """Return whether the run made all the steps that it was started for; None if that is not recorded."""
+        """Whether the run made all the steps that it was started for; None if that is not recorded."""
         return "wall_s" in self.summary if "steps" in self.run else None
 
     @property
     def progress(self) -> str:
-        """How many steps the run made, and of how many."""
-        if self.finished is None:
-            return f"{len(self.steps)} steps"
-        return f"all {len(self.steps)} steps" if self.finished else f"{len(self.steps)} of {self.run['steps']} steps"
+        """How many steps the run made, and of how many if that is recorded."""
+        of = f" of {self.run['steps']}" if self.finished is False else ""
+        return f"{len(self.steps)}{of} steps"
 
     @property
     def framework(self) -> str:
-        """``OAT`` or ``verl``."""
-        return "OAT" if self.source.endswith("OAT") else "verl"
+        return "OAT" if self.source == "OAT" else "verl"
 
     @property
     def departure(self) -> str:
@@ -81,8 +75,7 @@ class LoggedRun:
         if self.regime is None:
             return "it names no regime"
         if not self.effective_dtypes:
-            nothing = f"effective dtypes unknown: {self.source} records none"
-            return "its workers reported none" if self.settings else nothing
+            return f"effective dtypes unknown: {self.source} records none"
         for role, dtype in named_dtypes(self.regime).items():
             reported = self.effective_dtypes.get(role)
             if reported is None and role in ("actor", "rollout"):
@@ -90,6 +83,5 @@ class LoggedRun:
             if isinstance(reported, list):
                 return f"the workers of its {role} report different dtypes"
             if reported and (actual := computing_dtype(role, reported)) != dtype:
-                verb = {"rollout": "rolled out", "ref": "had its reference"}.get(role, "trained")
-                return f"{verb}{' its critic' if role == 'critic' else ''} in {actual}"
+                return f"its {role} computed in {actual}"
         return ""

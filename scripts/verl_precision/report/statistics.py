@@ -5,23 +5,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean, stdev
+from typing import NamedTuple
 
 from verl_precision.facts.metrics import REWARD
 from verl_precision.format import significant
-from verl_precision.report.catalog import OUTCOMES, WINDOW, CatalogOutcome, Steps
+from verl_precision.report.catalog import OUTCOMES, WINDOW, CatalogOutcome, Steps, finite
 
 THRESHOLD = 0.95  # of the reward: the sanity test of arXiv 2510.26788 requires over 95 % training accuracy
 LEAST_SEEDS = 3  # of each label, for a verdict
 ERROR = 0.05  # error rate of all verdicts on one outcome together
 
 
-def moving_means(steps: Steps, metric: str = REWARD) -> dict[int, float]:
-    """Return by step the mean over the last ``WINDOW`` steps with a finite value."""
-    having = [step for step in sorted(steps) if math.isfinite(steps[step].get(metric, math.nan))]
-    return {
-        having[end]: fmean(steps[step][metric] for step in having[end - WINDOW + 1 : end + 1])
-        for end in range(WINDOW - 1, len(having))
-    }
+def moving_means(steps: Steps) -> dict[int, float]:
+    """Return by step the mean reward over the last ``WINDOW`` steps with a finite value."""
+    rewards = finite(steps, REWARD)
+    values = list(rewards.values())
+    return {step: fmean(values[end - WINDOW : end]) for end, step in enumerate(rewards, 1) if end >= WINDOW}
 
 
 def passed(steps: Steps, threshold: float) -> int | None:
@@ -70,22 +69,19 @@ class Spread:
 def spread_over(values: Sequence[tuple[int | None, float | None]]) -> Spread:
     """Return the spread of the pairs of seed and value, one pair per run; the value is None if the run has none."""
     pairs = [(seed, value) for seed, value in values if value is not None]
-    seeds = [seed for seed, _ in pairs]
-    different = len(set(seeds) - {None}) + seeds.count(None)
-    return Spread(tuple(value for _, value in pairs), len(values), different)
+    return Spread(tuple(value for _, value in pairs), len(values), count_seeds([seed for seed, _ in pairs]))
 
 
-def is_bitwise(outcome: CatalogOutcome, spread: Spread) -> bool:
-    """Return whether rollout and trainer agreed bitwise: a share of 1 at every measured step of every run."""
-    return outcome.agreement and set(spread.values) == {1.0}
+def count_seeds(seeds: Sequence[int | None]) -> int:
+    """Return the number of different seeds; an unrecorded one, None, counts as another."""
+    return len(set(seeds) - {None}) + seeds.count(None)
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """Verdict on whether the seeds separate two labels in one outcome.
 
     Attributes:
-        text: the verdict, or ``no verdict: …`` or ``not claimed: …``.
+        text: the verdict, or ``no verdict: …``.
         separates: whether the interval excludes equality.
         effect: mean of ``first`` minus mean of ``second``; with scale "log" the ratio of their geometric means. None
             if it could not be computed.
@@ -102,62 +98,51 @@ class Verdict:
     high: float | None = None
 
 
-def welch(first: Sequence[float], second: Sequence[float], error: float) -> tuple[float, float, float]:
-    """Return the difference of two means and its interval at 1 − ``error``, by Welch's t test (Biometrika 34, 1947)."""
-    from scipy.stats import ttest_ind
-
-    interval = ttest_ind(first, second, equal_var=False).confidence_interval(1 - error)
-    return fmean(first) - fmean(second), float(interval.low), float(interval.high)
-
-
-def verdict(
-    outcome: CatalogOutcome, first: tuple[str, Spread], second: tuple[str, Spread], pairs: int, unclaimed: str
-) -> Verdict:
+def verdict(outcome: CatalogOutcome, first: tuple[str, Spread], second: tuple[str, Spread], pairs: int) -> Verdict:
     """Return whether two labels differ in an outcome: whether Welch's interval at 1 − ``ERROR``/``pairs`` excludes 0.
 
-    Dividing by the number of pairs (Bonferroni) bounds the error of all verdicts on one outcome together by ``ERROR``;
-    different outcomes are not corrected for one another.
+    Welch's t test: Biometrika 34, 1947. Dividing by the number of pairs (Bonferroni) bounds the error of all verdicts
+    on one outcome together by ``ERROR``; different outcomes are not corrected for one another.
 
     Args:
         pairs: number of pairs of labels that are compared.
-        unclaimed: why no speed may be claimed, "" if it may.
     """
+    from scipy.stats import ttest_ind
+
     (a, one), (b, two) = first, second
-    if outcome.speed and unclaimed:
-        return Verdict(outcome.name, a, b, f"not claimed: {unclaimed}")
-    few = [f"{label} has {spread.seeds}" for label, spread in (first, second) if spread.seeds < LEAST_SEEDS]
-    if few:
-        return Verdict(outcome.name, a, b, f"no verdict: {', '.join(few)} of at least {LEAST_SEEDS} seeds")
-    left, right = one.values, two.values
-    if outcome.scale == "log":
-        if (least := min(*left, *right)) <= outcome.noise:
-            above = "0, which has no ratio" if not outcome.noise else f"{outcome.noise:g}, which is rounding noise"
-            return Verdict(outcome.name, a, b, f"no verdict: {significant(least)} is not above {above}")
-        left, right = [math.log(value) for value in left], [math.log(value) for value in right]
-    if len(set(left)) == len(set(right)) == 1:
+    left, right, is_log = one.values, two.values, outcome.scale == "log"
+    least = min(*left, *right)
+    why = ""
+    if few := [f"{label} has {spread.seeds}" for label, spread in (first, second) if spread.seeds < LEAST_SEEDS]:
+        why = f"{', '.join(few)} of at least {LEAST_SEEDS} seeds"
+    elif is_log and least <= outcome.noise:
+        above = "0, which has no ratio" if not outcome.noise else f"{outcome.noise:g}, which is rounding noise"
+        why = f"{significant(least)} is not above {above}"
+    elif len(set(left)) == len(set(right)) == 1:
         why = "equal in every run" if left[0] == right[0] else "no spread over the seeds, so no interval"
-        why = "both are bitwise" if is_bitwise(outcome, one) and is_bitwise(outcome, two) else why
+    if why:
         return Verdict(outcome.name, a, b, f"no verdict: {why}")
-    effect, low, high = welch(left, right, ERROR / pairs)
+    if is_log:
+        left, right = [math.log(value) for value in left], [math.log(value) for value in right]
+    interval = ttest_ind(left, right, equal_var=False).confidence_interval(1 - ERROR / pairs)
+    effect, low, high = fmean(left) - fmean(right), float(interval.low), float(interval.high)
     separates, direction = low > 0 or high < 0, "higher" if effect > 0 else "lower"
-    if outcome.scale == "log":  # a difference of logarithms is the logarithm of a ratio; the text has the one above 1
+    if is_log:  # a difference of logarithms is the logarithm of a ratio; the text has the one above 1
         above = (effect, low, high) if effect > 0 else (-effect, -high, -low)
         texts = [f"{significant(math.exp(value))}×" for value in above]
         effect, low, high = math.exp(effect), math.exp(low), math.exp(high)
     else:
         texts = [f"{'+' * (value > 0)}{significant(value)}" for value in (effect, low, high)]
     size = f"{texts[0]} ({texts[1]} to {texts[2]})"
-    equality = "1×" if outcome.scale == "log" else "0"
-    text = f"{a} {direction}: {size}" if separates else f"no verdict: {size} includes {equality}"
+    text = f"{a} {direction}: {size}" if separates else f"no verdict: {size} includes {'1×' if is_log else '0'}"
     return Verdict(outcome.name, a, b, text, separates, effect, low, high)
 
 
-def verdicts(spreads: dict[str, dict[str, Spread]], unclaimed: dict[str, str]) -> list[Verdict]:
+def verdicts(spreads: dict[str, dict[str, Spread]]) -> list[Verdict]:
     """Return the verdict on each outcome that is compared and each pair of labels that both have values of it.
 
     Args:
         spreads: by label and outcome.
-        unclaimed: by label why no speed may be claimed, "" if it may.
     """
     pairs = list(combinations(spreads, 2))
     found = []
@@ -165,6 +150,5 @@ def verdicts(spreads: dict[str, dict[str, Spread]], unclaimed: dict[str, str]) -
         for a, b in pairs:
             first, second = (spreads[label][outcome.name] for label in (a, b))
             if first.values and second.values:
-                why = unclaimed[a] or unclaimed[b]
-                found.append(verdict(outcome, (a, first), (b, second), len(pairs), why))
+                found.append(verdict(outcome, (a, first), (b, second), len(pairs)))
     return found

@@ -1,4 +1,4 @@
-"""Readers of runs, on files of their real loggers: ``make run``, verl's for a file and TensorBoard, W&B's exports."""
+"""Readers of runs, on files of their real loggers: ``make run``, verl's for a file and TensorBoard."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from verl_precision.errors import Refused
 from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS
 from verl_precision.files import write
 from verl_precision.report.catalog import METRIC
-from verl_precision.report.readers.dispatch import labeled_paths, read, read_all
+from verl_precision.report.readers import read, read_all
 
 STEPS = range(1, 7)
 
@@ -46,7 +46,7 @@ def logged(tmp_path_factory) -> dict[str, Path]:
     command = [sys.executable, "-c", LOG, json.dumps([metrics(step) for step in STEPS])]
     subprocess.run(command, env=environment, cwd=out, check=True, capture_output=True)
     (events,) = out.glob("events/*")
-    return {"verl's file logger": out / "sanity/one.jsonl", "TensorBoard": events}
+    return {"a .jsonl file": out / "sanity/one.jsonl", "TensorBoard": events}
 
 
 def assert_same(steps: dict, rel: float = 1e-12) -> None:
@@ -78,7 +78,7 @@ def test_files_of_all_loggers_are_read_without_network_or_process(logged, monkey
 
 @pytest.mark.subprocess
 def test_half_written_last_line_is_left_out_with_a_note(logged, tmp_path):
-    for source in ("verl's file logger", "TensorBoard"):
+    for source in ("a .jsonl file", "TensorBoard"):
         write(tmp_path / logged[source].name, logged[source].read_bytes()[:-20])
         run = read("fp16", tmp_path / logged[source].name)
         assert max(run.steps) in (5, 6) and "half-written: left out" in run.notes[0]
@@ -102,35 +102,6 @@ def test_damaged_file_is_refused(logged, tmp_path):
     write(tmp_path / logged["TensorBoard"].name, content)
     with pytest.raises(Refused, match="damaged"):
         read("fp16", tmp_path / logged["TensorBoard"].name)
-
-
-def history(file: Path, columns: list[str], lines: list[list]) -> Path:
-    file.write_text("".join(",".join(map(str, line)) + "\n" for line in [columns, *lines]))
-    return file
-
-
-def test_csv_exports_of_wandb_are_read(tmp_path):
-    names = [name for name in metrics(1) if name != "perf/total_num_tokens"]
-    lines = [[0, *[""] * len(names)], *([step, *map(metrics(step).get, names)] for step in STEPS)]
-    assert_same(read("fp16", history(tmp_path / "one.csv", ["_step", *names], lines)).steps)
-
-    charts = tmp_path / "charts"
-    charts.mkdir()
-    for name in names:
-        columns = ["Step", *(f"a - run - {name}{bound}" for bound in ("", "__MIN", "__MAX"))]
-        rows = [[step, metrics(step)[name], -1, 99] for step in STEPS]
-        history(charts / f"{name.replace('/', '_')}.csv", columns, rows)
-    run = read("fp16", charts)
-    assert_same(run.steps)
-    assert run.name == "a - run"
-
-    two = history(tmp_path / "two.csv", ["Step", f"a - {REWARD}", f"b - {REWARD}"], [[1, 0.5, 0.25], [2, 1, ""]])
-    for suffix, message in (("", "two.csv: contains 2 runs, a, b; choose one"), ("#c", "contains no run c")):
-        with pytest.raises(Refused, match=message):
-            read("fp16", Path(f"{two}{suffix}"))
-    ((label, path),) = labeled_paths(f"fp16={two}#b")
-    run = read(label, path)
-    assert run.name == "b" and run.steps == {1: {REWARD: 0.25}}
 
 
 def test_folder_of_make_run_is_read_and_left_as_it_is(tmp_path):
@@ -183,12 +154,8 @@ def test_metric_names_of_older_releases_are_read(tmp_path):
         ({"metrics.jsonl": "", "run.json": '{"settings": '}, "run.json: is not JSON"),
         ({"a.jsonl": "\udc80\n\n"}, "line 1 is not a line of metrics"),
         ({"a.jsonl": f'{{"step": 1, "data": {{"{REWARD}": "high"}}}}\n'}, "line 1: .* is 'high', not a number"),
-        ({"events.out.tfevents.1": "junk" * 100}, "is not an event file, or its first record is damaged"),
-        ({"run-1.wandb": "of W&B"}, "contains no metrics; give .* or W&B's CSV export"),
-        ({"a.csv": f"epoch,{REWARD}\n1,0.5\n"}, "has no column of steps .* it has epoch"),
-        ({"a.csv": f"_step,{REWARD}\n1,high\n"}, "line 2, critic/score/mean: 'high' is not a number"),
-        ({"a.csv": f"_step,{REWARD},x\n1,0.5,1\n2\n"}, "line 3 is truncated: critic/score/mean is missing"),
-        ({"a.csv": "_step,x\n1,0.5\n"}, "contains no run at all"),
+        ({"events.out.tfevents.1": "junk" * 100}, "a record is damaged"),
+        ({"run-1.wandb": "of W&B"}, "contains no metrics; give .* or a .jsonl file"),
         ({"a.jsonl": "", "b.jsonl": ""}, "contains 2 .jsonl files, each a run; give one of them"),
         ({"1/events.out.tfevents.1": "", "2/events.out.tfevents.1": ""}, "contains events in 2 folders, each a run"),
     ],
@@ -218,14 +185,14 @@ ACTOR, ROLLOUT = {"compute": "float16"}, {"rollout": "float16"}
     "effective, message",
     [
         ({"ref": ACTOR, "critic": ACTOR}, ""),
-        ({"actor": {"compute": "bfloat16"}}, "trained in bfloat16"),
-        ({"rollout": {"rollout": "bfloat16"}}, "rolled out in bfloat16"),
-        ({"critic": {"compute": "bfloat16"}}, "trained its critic in bfloat16"),
-        ({"ref": {"compute": "float32"}}, "had its reference in float32"),
+        ({"actor": {"compute": "bfloat16"}}, "its actor computed in bfloat16"),
+        ({"rollout": {"rollout": "bfloat16"}}, "its rollout computed in bfloat16"),
+        ({"critic": {"compute": "bfloat16"}}, "its critic computed in bfloat16"),
+        ({"ref": {"compute": "float32"}}, "its ref computed in float32"),
         ({"rollout": None}, "its rollout reported no dtype"),
         ({"actor": None}, "its actor reported no dtype"),
         ({"actor": [ACTOR, {"compute": "bfloat16"}]}, "the workers of its actor report different"),
-        ({"actor": None, "rollout": None}, "its workers reported none"),
+        ({"actor": None, "rollout": None}, "effective dtypes unknown: make run records none"),
     ],
 )
 def test_run_counts_as_its_regime_if_its_workers_reported_the_dtypes(effective, message, tmp_path):
@@ -247,7 +214,7 @@ def test_run_is_labelled_by_the_regime_that_was_effective(tmp_path):
     effective = {"actor": {"compute": "bfloat16"}, "rollout": {"rollout": "bfloat16"}}
     _, folder = made(tmp_path / "run", dtypes=effective)
     assert (run := read("bf16", folder)).departure == "" and run.regime == "bf16"
-    assert (run := read("fp16", folder)).departure == "trained in bfloat16" and run.regime == "fp16"
+    assert (run := read("fp16", folder)).departure == "its actor computed in bfloat16" and run.regime == "fp16"
     advice = "is a run with PRECISION=fp16 that computed in bf16; label it bf16, or unlike any regime"
     with pytest.raises(Refused, match=f"^fp32={folder}: {advice}$"):
         read("fp32", folder)

@@ -1,6 +1,5 @@
-"""Readers of OAT's runs: written by the patches, exported from W&B, and in one report with a run of verl."""
+"""Readers of OAT's runs: written by the patches, and in one report with a run of verl."""
 
-import csv
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -15,22 +14,18 @@ from support.report_runs import built, is_rebuilt_from, write_metrics
 from verl_precision.errors import Refused
 from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, PROBS_DIFF, REWARD, SECONDS, SKIPPED
 from verl_precision.report.catalog import ACCURACY, SERIES
-from verl_precision.report.content import build_report
+from verl_precision.report.content import TWO_FRAMEWORKS, build_report, notes
 from verl_precision.report.figures import draw
-from verl_precision.report.notes import TWO_FRAMEWORKS, notes
-from verl_precision.report.page import config_by_label, page
-from verl_precision.report.readers.dispatch import read
-from verl_precision.report.tables import NONE
+from verl_precision.report.readers import read
+from verl_precision.report.render import NONE, config_by_label, page
 
 ROUNDS = range(1, 8)
 
 
-def logs(step: int, *, patched: bool = True, fp16: bool = True) -> dict[str, float]:
+def logs(step: int, *, fp16: bool = True) -> dict[str, float]:
     """Return OAT's metrics of a round; round 4 overflowed in each update, so that the patches report no norm."""
     data = {"train/learning_round": float(step), "train/entropy": 0.5, "misc/lr": 1e-6, "misc/vram_allocated": 1.0}
     data |= {"actor/rewards": step / 8, "actor/response_tok_len": 100.0 + step}
-    if not patched:
-        return data | {"train/policy_grad_norm": 65536.0 if fp16 else 0.25, "train/kl_sample_train_v1": 1e-3}
     data |= {"train/rollout_k3_kl": 1e-7 * step, "train/rollout_probs_diff_mean": 1e-5}
     if fp16:
         skipped = 4.0 * (step == 4)
@@ -89,13 +84,11 @@ def test_patched_run_is_read_under_the_reports_names(tmp_path):
     assert dtypes["actor"]["compute"] == dtypes["rollout"]["rollout"] == "float16" and run.departure == ""
     assert run.notes == ("a step is a round of OAT's: 64 prompts of 8 answers, 4 updates",)
     assert run.config["learning_rate"] == 1e-6 and not {"seed", "wb_run_name", "save_path"} & run.config.keys()
-    run = read("fp16", folder / "metrics.jsonl")
-    assert (list(run.steps), run.framework, run.notes) == (list(ROUNDS), "OAT", ())
-    assert run.departure == "effective dtypes unknown: a file of OAT records none"
 
 
 @pytest.mark.parametrize(
-    ("regime", "compute", "why"), [("bf16_train_fp16_infer", None, ""), ("fp16", torch.bfloat16, "trained in bfloat16")]
+    ("regime", "compute", "why"),
+    [("bf16_train_fp16_infer", None, ""), ("fp16", torch.bfloat16, "its actor computed in bfloat16")],
 )
 def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why, tmp_path):
     folder = written(tmp_path, regime, compute=compute)
@@ -107,23 +100,6 @@ def test_regime_is_the_settings_and_dtypes_are_the_engines(regime, compute, why,
         (folder / "args.json").write_text(content)
         with pytest.raises(Refused, match=f"args.json: {refusal}"):
             read("fp16", folder)
-
-
-def unpatched() -> list[dict]:
-    """Return an unpatched OAT's W&B logs, which have no step: W&B counts the logs."""
-    rounds = [logs(step, patched=False) for step in ROUNDS]
-    return [FIRST, *rounds, rounds[-1] | {"eval/accuracy": 0.125}]  # the name of OAT's own learner, not of run_math_rl
-
-
-def test_wandb_export_of_an_unpatched_oat_is_read(tmp_path):
-    names = ["_step", *dict.fromkeys(name for row in unpatched() for name in row)]
-    with (tmp_path / "history.csv").open("w", newline="") as content:
-        table = csv.DictWriter(content, names)
-        table.writeheader()
-        table.writerows({"_step": step} | row for step, row in enumerate(unpatched()))
-    run = read("fp16", tmp_path / "history.csv")
-    assert list(run.steps) == list(ROUNDS) and run.framework == "OAT" and run.steps[7][REWARD] == 7 / 8
-    assert run.notes[0].endswith("multiplied by the loss scale in fp16, and the dtype is not recorded")
 
 
 def of_verl(out: Path) -> Path:

@@ -14,17 +14,15 @@ from support.trees import contents
 
 from verl_precision.commands import report as command
 from verl_precision.errors import Refused
-from verl_precision.facts.metrics import EQUAL_SHARE, K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
+from verl_precision.facts.metrics import K3_KL, LOSS_SCALE, REWARD, SECONDS, SKIPPED
 from verl_precision.files import write, write_json
 from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, rebuild, write_report
 from verl_precision.report.catalog import RESPONSE_LENGTH, SERIES
-from verl_precision.report.content import Report
+from verl_precision.report.content import Report, notes
 from verl_precision.report.figures import OTHERS, center, colors, curve, draw, write_figures
-from verl_precision.report.notes import notes
-from verl_precision.report.page import page
-from verl_precision.report.readers.run_folder import RECORD
-from verl_precision.report.tables import at_step, on_screen, write_tables
+from verl_precision.report.readers import RECORD
+from verl_precision.report.render import at_step, on_screen, page, write_tables
 
 RESULTS = REPO / "docs" / "results"
 EXPECTED = REPO / "tests" / "expected" / "reports"  # table.csv of each recorded report
@@ -48,8 +46,6 @@ def test_recorded_report_has_the_expected_numbers(folder, tmp_path):
     write_tables(report, tmp_path)
     rebuilt = table(tmp_path / "table.csv")
     expected = table(EXPECTED / f"{str(folder.relative_to(RESULTS)).replace('/', '-')}.csv")
-    for row in (*rebuilt.values(), *expected.values()):
-        row.pop("not_claimed")
     assert rebuilt == expected
 
 
@@ -82,13 +78,13 @@ def test_command_rebuilds_a_recorded_report(tmp_path, capsys):
         ([], "FROM: is not set"),
         (["FROM={docs}/sanity"], "contains no report.json; below it are .*sanity/grpo, .*sanity/pg_is, .*sanity/ppo; "),
         (["FROM={tmp}/torn"], "report.json: is not JSON"),
-        (["FROM={tmp}/pairs"], "report.json: runs must be a list of"),
+        (["FROM={tmp}/pairs"], "report.json: must contain title, threshold and runs, a list of"),
         (["FROM={tmp}/lost"], "lost/runs/fp16-seed1: does not exist"),
         (["FROM={docs}/oat", "OUT={tmp}"], "OUT=.*: is not empty and contains no report"),
     ],
 )
 def test_command_refuses_bad_words_and_folders(words, message, tmp_path):
-    settings = {"title": "x", "threshold": 0.95, "nospeed": ""}
+    settings = {"title": "x", "threshold": 0.95}
     write(tmp_path / "torn" / SETTINGS, b"{")
     for name, runs in (("pairs", ["fp16"]), ("lost", [["fp16", "runs/fp16-seed1"]])):
         write(tmp_path / name / SETTINGS, json.dumps(settings | {"runs": runs}).encode())
@@ -103,7 +99,7 @@ def test_command_refuses_bad_words_and_folders(words, message, tmp_path):
 @pytest.mark.subprocess  # two reports with figures
 def test_kept_runs_give_the_same_bytes(tmp_path):
     pairs = several(tmp_path / "in", seeds=range(1, 3))
-    report = write_report([pairs[-1], *pairs[:-1]], tmp_path / "out", 0.4, "Two regimes", "a shared machine")
+    report = write_report([pairs[-1], *pairs[:-1]], tmp_path / "out", 0.4, "Two regimes")
     assert list(report.by_label) == ["bf16", "fp16"], "in the order of their first runs"
     before = contents(tmp_path / "out")
     (tmp_path / "in/torn.jsonl").write_text("{\n{}\n")
@@ -124,8 +120,11 @@ def test_means_and_verdicts_over_seeds(tmp_path):
     assert (row["runs"], row["n"]) == ("3", "3")
     assert (float(row["mean"]), float(row["std"])) == pytest.approx((4.2, 0.1))
     texts = {each.outcome: each.text for each in report.verdicts}
-    assert texts["reward_last"].startswith("no verdict: ") and "not claimed" not in texts["seconds_median"]
-    assert report.tested == ["fp16", "bf16"] and notes(report) == []
+    assert texts["reward_last"].startswith("no verdict: ") and not texts.keys() & {
+        "throughput_median",
+        "seconds_median",
+    }
+    assert report.seeds == {"fp16": 3, "bf16": 3} and notes(report) == []
     assert screen_rows(report)["entropy, last 5 steps"] == ["4.20 ± 0.10", "4.20 ± 0.10"]
 
 
@@ -170,7 +169,7 @@ ONE = ("fp16", 1)
 def test_doubtful_comparison_has_a_note(runs, note, tmp_path):
     report = built([made(tmp_path / f"{at}", of, seed, **{SECONDS: 2.0 + at}) for at, (of, seed) in enumerate(runs)])
     assert any(each.startswith(note) for each in notes(report))
-    assert not any(each.separates for each in report.verdicts) and len(report.tested) < 2
+    assert not any(each.separates for each in report.verdicts)
     assert "None: no two labels have as many seeds as a verdict needs." in page(report)
     assert len({entry.id for entry in report.entries}) == len(runs)
 
@@ -202,45 +201,13 @@ def test_metric_that_is_always_nan_has_no_mean_and_a_note(tmp_path):
     assert '"actor/entropy": null' in kept and "NaN" not in kept, "which is not JSON"
 
 
-def test_bitwise_agreement_is_named_and_its_absence_shown(tmp_path):
-    """Two labels agree bitwise, one except for one step of one run; the last was trained before the metric existed."""
-    shares = {"fp32": 1.0, "bf16": 1.0, "fp16": [1.0] * 9 + [0.5], "bf16_train_fp16_infer": None}
-    pairs = []
-    for number, (label, share) in enumerate(shares.items()):  # no two runs may have the same metrics
-        more = {"actor/grad_norm": number} | ({EQUAL_SHARE: share} if share else {})
-        pairs += several(tmp_path / "in", label, **more)
-    pairs[6] = made(tmp_path / "in/exact", "fp16", 1, **{EQUAL_SHARE: 1.0})
-    report = built(pairs)
-    row = screen_rows(report)["equal log-probabilities, mean"]
-    assert row == ["bitwise", "bitwise", "0.9667 ± 0.0289", "not recorded"]
-    assert page(report).count(">bitwise</") == 2
-    texts = {(each.first, each.second): each.text for each in report.verdicts if each.outcome == "equal_share_mean"}
-    assert texts["fp32", "bf16"] == "no verdict: both are bitwise" and len(texts) == 3
-    assert is_rebuilt_from(tmp_path / "out", report)
-
-
-def test_speed_is_not_claimed_beside_a_run_in_another_dtype(tmp_path):
+def test_run_in_another_dtype_is_marked(tmp_path):
     other = made(tmp_path / "other", "bf16", 4, dtypes={"actor": {"compute": "float16"}, "rollout": {"rollout": "x"}})
     report = built([*several(tmp_path / "in"), other])
-    why = "bf16-seed4: trained in float16"
-    assert report.unclaimed == {"fp16": "", "bf16": why}
-    texts = {each.outcome: each.text for each in report.verdicts}
-    assert texts["throughput_median"] == texts["seconds_median"] == f"not claimed: {why}"
-    assert "not claimed" not in texts["reward_last"]
-    assert f'<span class="why">not claimed: {why}</span>' in page(report)
-    assert screen_rows(report)["step, s, median"][1] == "(6 ± 1 (3 of 4))"
-    write_tables(report, tmp_path)
-    rows = table(tmp_path / "table.csv")
-    assert [rows[label, "throughput_median"]["not_claimed"] for label in ("fp16", "bf16")] == ["", why]
-
-
-def test_speed_is_not_claimed_on_a_shared_machine(tmp_path):
-    report = built(several(tmp_path / "in"), nospeed="others used the machine")
+    assert "bf16-seed4: its actor computed in float16." in notes(report)
     html = page(report)
-    assert '<s>102 ± 1</s><span class="why">not claimed: others used the machine</span>' in html
-    assert [html.count(f"<s>{value}</s>") for value in (101, 102, 103)] == [2, 2, 2], "in the table of runs, too"
-    assert "No speed is claimed for any run: others used the machine." in notes(report) and "dtypes as named" in html
-    assert is_rebuilt_from(tmp_path / "out", report)
+    assert html.count('<p class="bad">its actor computed in float16</p>') == 1 and html.count("dtypes as named") == 1
+    assert screen_rows(report)["step, s, median"][1] == "6 ± 1 (3 of 4)"
 
 
 def test_dtypes_of_a_foreign_run_are_unknown(tmp_path):
@@ -249,7 +216,7 @@ def test_dtypes_of_a_foreign_run_are_unknown(tmp_path):
     assert report.entries[0].id == "fp16-1"
     assert "2 common steps are fewer than the 5 of a moving mean." in notes(report)
     html = page(report)
-    assert "effective dtypes unknown: verl&#39;s file logger records none" in html and "<s>9</s>" in html
+    assert "effective dtypes unknown: a .jsonl file records none" in html
     assert is_rebuilt_from(tmp_path / "out", report)
 
 
@@ -265,7 +232,7 @@ def test_unfinished_run_has_a_note_and_stays_unfinished(tmp_path):
     assert "fp16-seed1 is not finished: 10 of 40 steps." in notes(report)
     assert "fp16-seed1: the last line of metrics.jsonl, line 11, is half-written: left out." in notes(report)
     (run,) = [entry.run for entry in report.entries]
-    assert (run.progress, run.departure) == ("10 of 40 steps", "trained in bfloat16")
+    assert (run.progress, run.departure) == ("10 of 40 steps", "its actor computed in bfloat16")
     assert is_rebuilt_from(tmp_path / "out", report)
 
 

@@ -69,7 +69,7 @@ def test_runs_without_a_recorded_seed_count_as_different_seeds():
 def verdict_on(name: str, first: tuple, second: tuple = (1e-5, 2e-5, 4e-5), seeds: int = 3) -> Verdict:
     of = next(each for each in OUTCOMES if each.name == name)
     spreads = [Spread(values, len(values), min(seeds, len(values))) for values in (first, second)]
-    return verdict(of, ("a", spreads[0]), ("b", spreads[1]), 1, "")
+    return verdict(of, ("a", spreads[0]), ("b", spreads[1]), 1)
 
 
 def test_verdict_needs_three_seeds_and_an_interval_that_excludes_equality():
@@ -93,7 +93,7 @@ def test_more_labels_need_a_clearer_difference():
     none = {of.name: Spread((), 3, 3) for of in OUTCOMES}
     for labels, pairs in (("ab", 1), ("abcd", 6)):
         spreads = {label: none | {"reward_last": Spread(rewards[label], 3, 3)} for label in labels}
-        found = verdicts(spreads, dict.fromkeys(labels, ""))
+        found = verdicts(spreads)
         assert len(found) == pairs and any(each.separates for each in found) == (pairs == 1)
 
 

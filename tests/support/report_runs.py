@@ -11,7 +11,7 @@ from verl_precision.paths import REPO
 from verl_precision.report.build import SETTINGS, write_runs
 from verl_precision.report.content import Report, build_report
 from verl_precision.report.readers import read_all
-from verl_precision.report.render import page, run_rows
+from verl_precision.report.render import outcome_rows, page
 from verl_precision.report.statistics import THRESHOLD
 from verl_precision.run.folder import start_record
 from verl_precision.run.job import parse_job
@@ -93,4 +93,4 @@ def is_rebuilt_from(out: Path, original: Report) -> bool:
     """Return whether the runs that a report keeps give the same page and tables, figures aside."""
     write_runs(original, out)
     again = built_from(out)
-    return page(again) == page(original) and run_rows(again) == run_rows(original)
+    return page(again) == page(original) and outcome_rows(again) == outcome_rows(original)

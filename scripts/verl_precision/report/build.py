@@ -1,7 +1,7 @@
 """Write a report, and rebuild it from the runs that it keeps.
 
-``index.html`` and ``figures/``; ``table.csv`` by label, ``runs.csv`` by run, ``verdicts.csv``; and in ``runs/`` the
-runs, reduced to what a report reads: a report on those has the same numbers.
+``index.html`` and ``figures/``; ``outcomes.csv`` and ``verdicts.csv``; and in ``runs/`` the runs, reduced to what a
+report reads: a report on those has the same numbers.
 """
 
 import json
@@ -82,9 +82,7 @@ def rebuild(folder: Path, out: Path) -> Report:
     """
     file = folder / SETTINGS
     if not file.is_file():
-        below = sorted(str(each.parent) for each in folder.rglob(SETTINGS)) if folder.is_dir() else []
-        hint = f"; below it are {', '.join(below)}" if below else ""
-        raise Refused(f"FROM={folder}: contains no {SETTINGS}{hint}; give the folder of a report")
+        raise Refused(f"FROM={folder}: contains no {SETTINGS}; give the folder of a report")
     settings = read_json(file)
     if not {"title", "threshold", "runs"} <= settings.keys() or any(len(pair) != 2 for pair in settings["runs"]):
         raise Refused(f"{file}: must contain title, threshold and runs, a list of [LABEL, FOLDER]")

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from statistics import fmean
 
 from verl_precision.errors import Refused
@@ -25,11 +26,7 @@ from verl_precision.report.statistics import (
 )
 from verl_precision.sequence_weights import UNTRUNCATED
 
-TWO_FRAMEWORKS = (
-    "Runs of OAT beside runs of verl: a step of verl is a batch of data.train_batch_size prompts; a step of OAT is "
-    "described below. OAT's gradient norm is the largest of a step's updates and its entropy that of the last "
-    "micro-batch, where verl has means."
-)
+TWO_FRAMEWORKS = "Steps, gradient norms and entropies of OAT and of verl differ in meaning: docs/how-to/compare.md."
 
 
 @dataclass(frozen=True)
@@ -66,10 +63,7 @@ class Report:
 
     @cached_property
     def by_label(self) -> dict[str, list[Entry]]:
-        grouped: dict[str, list[Entry]] = {}
-        for entry in self.entries:
-            grouped.setdefault(entry.run.label, []).append(entry)
-        return grouped
+        return {label: list(of) for label, of in groupby(self.entries, key=lambda entry: entry.run.label)}
 
     @cached_property
     def spreads(self) -> dict[str, dict[str, Spread]]:
@@ -122,11 +116,9 @@ def build_report(several: Sequence[LoggedRun], threshold: float, title: str) -> 
 
 
 def step_range(steps: Iterable[int]) -> str:
-    """Return ``steps 1 to 32``, and how many there are if some between are missing."""
-    ordered = sorted(steps)
-    text = f"steps {ordered[0]} to {ordered[-1]}" if len(ordered) > 1 else f"step {ordered[0]}"
-    missing = ordered[-1] - ordered[0] + 1 - len(ordered)
-    return f"{text} ({len(ordered)} of them)" if missing else text
+    """Return ``steps 1 to 32``, or ``step 1`` of a single one."""
+    first, last = min(steps), max(steps)
+    return f"steps {first} to {last}" if last > first else f"step {first}"
 
 
 def config_differences(entries: Sequence[Entry]) -> dict[str, dict[str, str | None]]:

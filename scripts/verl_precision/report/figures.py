@@ -21,8 +21,6 @@ STYLE = {
     "axes.spines.right": False,
     "axes.grid": True,
     "grid.color": "#e7e7e7",
-    "axes.axisbelow": True,
-    "axes.edgecolor": "#888888",
     "legend.frameon": False,
 }
 

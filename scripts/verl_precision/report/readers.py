@@ -15,7 +15,6 @@ from verl_precision.errors import Refused
 from verl_precision.facts.regime import effective_regime
 from verl_precision.report.catalog import METRIC, UNTRAINED, Steps, report_name
 from verl_precision.report.logged_run import LoggedRun
-from verl_precision.run.folder import finished
 from verl_precision.run.log import reports
 from verl_precision.run.summary import agreed, by_role
 from verl_precision.words import options, shell_words
@@ -194,10 +193,9 @@ def read_run_folder(label: str, folder: Path) -> LoggedRun:
             notes += more_notes
             for step, data in more.items():
                 steps.setdefault(step, {}).update(data)
-    run, summary, log = read_if_present(folder / "run.json"), {}, folder / "train.log"
-    if finished(folder):
-        summary = read_json(folder / "summary.json")
-    elif log.exists():
+    run, summary = (read_if_present(folder / name) for name in ("run.json", "summary.json"))
+    log = folder / "train.log"
+    if not summary and log.exists():
         summary = summarize_reports(reports(log.read_text(errors="replace").splitlines()))
     seed = run.get("settings", {}).get("SEED")
     return LoggedRun(label, folder.name, "make run", steps, notes, seed, read_composed_config(folder), run, summary)

@@ -1,8 +1,7 @@
 """Format a report: the page ``index.html`` from ``page.html.jinja``, tables as CSV, and a table for the terminal."""
 
 import csv
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -10,7 +9,6 @@ from verl_precision.format import number, significant
 from verl_precision.report.catalog import OUTCOMES, WINDOW, CatalogOutcome
 from verl_precision.report.content import Entry, Report, notes, step_range
 from verl_precision.report.figures import colors, drawn_series
-from verl_precision.report.logged_run import LoggedRun
 from verl_precision.report.statistics import ERROR, LEAST_SEEDS, Spread, Verdict
 
 NONE = "–"
@@ -34,7 +32,6 @@ def page(report: Report) -> str:
     return environment.get_template("page.html.jinja").render(
         report=report,
         notes=notes(report),
-        summary=summary(report),
         colors=colors(list(report.by_label)),
         rows=label_rows(report),
         figures=drawn_series(report),
@@ -43,14 +40,7 @@ def page(report: Report) -> str:
         method=METHOD,
         window=WINDOW,
         common=step_range(report.common),
-        provenance={entry.id: provenance(entry.run) for entry in report.entries},
     )
-
-
-def summary(report: Report) -> str:
-    """Return one line on the runs that are compared."""
-    counts = ", ".join(f"{label} ({len(members)})" for label, members in report.by_label.items())
-    return f"{len(report.entries)} run{'s' * (len(report.entries) > 1)}: {counts}; {step_range(report.common)}."
 
 
 def config_by_label(report: Report) -> dict[str, list[str]]:
@@ -61,24 +51,6 @@ def config_by_label(report: Report) -> dict[str, list[str]]:
         texts = [", ".join(dict.fromkeys(NONE if value is None else value for value in of)) for of in by_label]
         rows[key] = [text or NONE for text in texts]  # the other framework has no such key
     return rows
-
-
-def provenance(run: LoggedRun) -> dict[str, str]:
-    """Return where a run is from, as far as it is recorded."""
-    settings = [f"{name}={value}" for name, value in run.settings.items() if name not in ("PRECISION", "SEED")]
-    stamp = run.summary.get("patch_stamp")
-    release = f"{stamp['release']}, stack {stamp['stack']}" if isinstance(stamp, dict) else json.dumps(stamp)
-    facts = {
-        "from": f"{run.source}: {run.name}",
-        "regime named": run.regime or "none",
-        "settings": " ".join(settings),
-        run.framework: release if stamp else "not recorded",
-    }
-    for role, reported in run.effective_dtypes.items():
-        dtypes = reported if isinstance(reported, dict) else {"its workers differ": json.dumps(reported)}
-        facts[f"{role}, as reported"] = ", ".join(f"{name} {value}" for name, value in dtypes.items())
-    versions = ", ".join(f"{name} {value}" for name, value in run.summary.get("versions", {}).items())
-    return {name: text for name, text in (facts | {"versions": versions or "not recorded"}).items() if text}
 
 
 def mean_and_spread(outcome: CatalogOutcome, spread: Spread) -> str:
@@ -120,35 +92,21 @@ def label_rows(report: Report) -> list[tuple[str, list[str]]]:
     return rows
 
 
-def run_rows(report: Report) -> tuple[list[str], list[list]]:
-    """Return the names of the columns and one row per run, every number unrounded."""
-    names = [outcome.name for outcome in present_outcomes(report)]
-    header = ["run", "label", "seed", "name", "source", "steps", "common_steps", "passed_at", "collapsed_at", *names]
-    rows = []
-    for entry in report.entries:
-        run = entry.run
-        row = [entry.id, run.label, run.seed, run.name, run.source, len(run.steps), len(report.common)]
-        row += [entry.outcomes[name] for name in ("passed", "collapsed", *names)]
-        rows.append([*row, *map(run.summary.get, ("wall_s", "peak_memory_gib")), run.departure])
-    return [*header, "wall_s", "peak_memory_gib", "departure"], rows
+def outcome_rows(report: Report) -> list[tuple]:
+    """Return for each run and outcome the run, its label, its seed, the outcome and its value, unrounded."""
+    names = ("passed", "collapsed", *(outcome.name for outcome in present_outcomes(report)))
+    return [(of.id, of.run.label, of.run.seed, name, of.outcomes[name]) for of in report.entries for name in names]
 
 
 def write_tables(report: Report, out: Path) -> None:
-    """Write ``table.csv`` by label, ``runs.csv`` by run, and ``verdicts.csv`` into ``out``."""
-    rows = []
-    for label, spreads in report.spreads.items():
-        for name in ("passed", "collapsed", *(each.name for each in present_outcomes(report))):
-            spread = spreads[name]
-            bounds = (min(spread.values), max(spread.values)) if spread.values else (None, None)
-            rows.append([label, name, spread.runs, len(spread.values), spread.mean, spread.std, *bounds])
-    write_csv(out / "table.csv", ["label", "outcome", "runs", "n", "mean", "std", "min", "max"], rows)
-    write_csv(out / "runs.csv", *run_rows(report))
-    write_csv(out / "verdicts.csv", Verdict._fields, report.verdicts)
-
-
-def write_csv(file: Path, header: Sequence[str], rows: Iterable[Sequence]) -> None:
-    with file.open("w", newline="") as content:
-        csv.writer(content, lineterminator="\n").writerows([header, *rows])
+    """Write ``outcomes.csv``, a line per run and outcome, and ``verdicts.csv`` into ``out``."""
+    header = ("run", "label", "seed", "outcome", "value")
+    for name, rows in (
+        ("outcomes", [header, *outcome_rows(report)]),
+        ("verdicts", [Verdict._fields, *report.verdicts]),
+    ):
+        with (out / f"{name}.csv").open("w", newline="") as content:
+            csv.writer(content, lineterminator="\n").writerows(rows)
 
 
 def on_screen(report: Report) -> str:

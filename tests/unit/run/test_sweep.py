@@ -171,7 +171,7 @@ def test_ctrl_c_ends_the_run_in_order_and_reports_the_finished_ones(tmp_path, re
     assert "run 2/4: grpo bf16 seed 1" in text and "run 3/4" not in text
     assert "interrupted: ended in order" in text and "interrupted, 1 of 4 runs are finished" in text
     assert text.endswith(f"\nto resume:  {shlex.join([*PROGRAM, 'compare', *as_options(settings)])}\n")
-    assert "fp16" in (tmp_path / "grpo/report/table.csv").read_text()
+    assert "fp16" in (tmp_path / "grpo/report/outcomes.csv").read_text()
 
 
 @pytest.mark.slow

@@ -26,8 +26,7 @@ def parse(words: list[str]) -> dict[str, str]:
     return values
 
 
-def main(words: list[str]) -> int:
-    values = parse(words)
+def main(values: dict[str, str]) -> int:
     source = Path(values["FROM"]).expanduser()
     out = Path(values.get("OUT", Path("outputs/report") / source.resolve().name)).expanduser()
     print(f"\n{on_screen(rebuild(source, out))}\n\n  {out / 'index.html'}\n")

@@ -12,7 +12,7 @@ def test_runs_by_label_make_a_report(tmp_path, capsys):
     for name, seed in (("one-1", 1), ("one-2", 2), ("b.1", 3)):
         finished_run(tmp_path / name, f"SEED={seed}")
     words = [f"RUNS=one={tmp_path}/one-* b.1={tmp_path}/b.1", f"OUT={tmp_path}/out", "DEVICE=cpu"]
-    assert compare.main([*words, "THRESHOLD=0.4", "TITLE=One and another"]) == 0
+    assert compare.main(compare.parse([*words, "THRESHOLD=0.4", "TITLE=One and another"])) == 0
     output = capsys.readouterr().out
     page = (tmp_path / "out" / "index.html").read_text()
     assert "passes 0.4" in output and "<h1>One and another</h1>" in page

@@ -13,16 +13,18 @@ from pathlib import Path
 
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.hardware import diagnose_on, gpus_here, hardware_lines
+from verl_precision.doctor.hardware import hardware_lines
 from verl_precision.doctor.interpreter import missing
 from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
-from verl_precision.facts.packages import check_packages
+from verl_precision.facts.gpus import Gpu, find_gpus
+from verl_precision.facts.packages import check_packages, package_folder
+from verl_precision.parser import Parser, folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree
 from verl_precision.spelling import spelled
-from verl_precision.words import Parser, folder, shell_words
+from verl_precision.words import gpu_present, shell_words
 
 
 def examined(verl: Path | None) -> Tree:
@@ -40,21 +42,20 @@ def examined(verl: Path | None) -> Tree:
 
 def hop_table(hops: Mapping[str, Hop]) -> str:
     rows = [("hop", "requested", "effective", "because")]
-    for name, hop in hops.items():
-        requested = ", ".join(str(value) for value in hop.requested.values()) or "-"
-        rows.append((name, requested, hop.effective_dtype or "-", hop.reason))
-    widths = [max(len(each[column]) for each in rows) for column in range(3)]
-    return "\n".join("  ".join([*map(str.ljust, each, widths), each[3]]) for each in rows)
+    for name, (dtype, reason, requested) in hops.items():
+        rows.append((name, ", ".join(map(str, requested.values())) or "-", dtype or "-", reason))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def text(diagnosis: Diagnosis) -> str:
+def text(diagnosis: Diagnosis, gpus: tuple[Gpu, ...] = ()) -> str:
     """Return the diagnosis as text: a table of the hops, the scalers, the findings and the verdict."""
     tree = diagnosis.tree
     parts = [f"{tree.name}, {tree.state}" + (f", stack {tree.stack}" if tree.stack else "") + f", in {tree.root}"]
     parts += [tree.advice] if tree.advice else []
     parts += [] if diagnosis.refused else [hop_table(diagnosis.hops)]
-    details = [f"hardware: {line}" for line in hardware_lines(diagnosis)]
-    return with_findings(parts, details, diagnosis.json())
+    lines = hardware_lines(gpus, diagnosis.hops, diagnosis.deterministic.get("rollout", False))
+    return with_findings(parts, [f"hardware: {line}" for line in lines], diagnosis.json())
 
 
 def live_text(diagnosis: Mapping) -> str:
@@ -62,9 +63,7 @@ def live_text(diagnosis: Mapping) -> str:
     code = "; ".join(f"verl {each['release']}, stack {each['stack']}" for each in diagnosis["verl"])
     width = max(map(len, diagnosis["hops"]))
     hops = "\n".join(f"{hop.ljust(width)}  {dtype or '-'}" for hop, dtype in diagnosis["hops"].items())
-    deterministic = [part for part, on in diagnosis["deterministic"].items() if on]
-    details = [f"deterministic: {', '.join(deterministic)}"] if deterministic else []
-    return with_findings([f"{code}, running", hops], details, diagnosis)
+    return with_findings([f"{code}, running", hops], [], diagnosis)
 
 
 def with_findings(parts: list[str], details: list[str], diagnosis: Mapping) -> str:
@@ -101,20 +100,19 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 def main(words: list[str]) -> int:
     args, overrides = parse(words)
     if args.live:
-        return live(args, overrides)
-    diagnosis = diagnose_on(gpus_here(), examined(args.verl), overrides, args.config_name)
-    print(spelled(json.dumps(diagnosis.json(), indent=2)) if args.json else text(diagnosis))
-    return 0 if diagnosis.sound else 1
+        check_packages(("torch", "ray"))
+        from verl_precision.doctor.live import diagnose_live, query_job
 
-
-def live(args: argparse.Namespace, overrides: list[str]) -> int:
-    """Print the diagnosis of the running job, compared with that of ``overrides`` where there are any."""
-    check_packages(("torch", "ray", "psutil"))
-    from verl_precision.doctor.live import diagnose_live, query_job
-
-    static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
-    if static and static["refused"]:
-        raise Refused(f"--live: no job can run this config: {static['refused']}")
-    diagnosis = diagnose_live(*query_job(), HOPS, static)
-    print(spelled(json.dumps(diagnosis, indent=2)) if args.json else live_text(diagnosis))
-    return 0 if diagnosis["verdict"] in ("agree", "asked") else 1
+        static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
+        if static and static["refused"]:
+            raise Refused(f"--live: no job can run this config: {static['refused']}")
+        found = diagnose_live(*query_job(), HOPS, static)
+    else:
+        gpus = find_gpus() if gpu_present() and package_folder("torch") else ()
+        diagnosis = diagnose(examined(args.verl), overrides, args.config_name, gpus)
+        found = diagnosis.json(gpus)
+    if args.json:
+        print(spelled(json.dumps(found, indent=2)))
+    else:
+        print(live_text(found) if args.live else text(diagnosis, gpus))
+    return 0 if found["verdict"] in ("agree", "asked") else 1

@@ -13,8 +13,8 @@ DYNAMIC = "log_prob_use_dynamic_bsz"
 
 def bad_sizes(job: DtypeResolver, roles: list[str]) -> Iterator[Finding]:
     """Yield the sizes by which a batch is split or multiplied that are no whole numbers, or too small."""
-    micro = (f"{ROLES['actor']}.ppo", f"{ROLLOUT}.log_prob", f"{ROLES['ref']}.log_prob")
-    optional = [f"{each}_micro_batch_size_per_gpu" for each in micro]
+    optional = [f"{node}.log_prob_micro_batch_size_per_gpu" for node in (ROLLOUT, ROLES["ref"])]
+    optional.append(f"{ROLES['actor']}.ppo_micro_batch_size_per_gpu")
     for role in roles:
         optional += [f"{node}.ulysses_sequence_parallel_size" for node in (ROLES[role], job.engine_node(role))]
     keys = ["trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.n", *filter(job.config.has, optional)]

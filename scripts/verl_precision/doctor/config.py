@@ -15,37 +15,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class JobConfig:
-    """A composed configuration.
+    """A composed configuration, as plain dictionaries, and the dotted keys that the user set.
 
     Args:
-        values: as plain dictionaries.
-        user_keys: the dotted keys that the user set, by an override or by the file of a group.
+        user_keys: those set by an override or by the file of a group.
         added_keys: those of them that ``+`` added.
     """
 
     values: Mapping[str, Any]
     user_keys: frozenset[str]
-    added_keys: frozenset[str] = frozenset()
+    added_keys: frozenset[str]
 
     def get(self, path: str, default: Any = None) -> Any:
         """Return the value at a dotted path; ``default`` where it is absent, null, or ``???``, which must be set."""
-        value = select(self.values, path)
+        value = self.values
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
         return default if value in (None, "???") else value
 
     def has(self, path: str) -> bool:
-        """Return whether the value at a dotted path is not null."""
-        return select(self.values, path) is not None
+        return self.get(path) is not None
 
-    def user_values(self, keys: Sequence[str]) -> dict[str, Any]:
+    def user_values(self, *keys: str) -> dict[str, Any]:
         """Return the values of those of the keys that the user set."""
-        return {key: select(self.values, key) for key in keys if key in self.user_keys}
-
-
-def select(values: Any, path: str) -> Any:
-    """Return the value at a dotted path of nested dictionaries, None where it is absent."""
-    for key in path.split("."):
-        values = values.get(key) if isinstance(values, Mapping) else None
-    return values
+        return {key: self.get(key) for key in keys if key in self.user_keys}
 
 
 def leaves(values: Any, path: str = "") -> Iterator[str]:
@@ -60,8 +53,8 @@ def leaves(values: Any, path: str = "") -> Iterator[str]:
 def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_trainer") -> JobConfig:
     """Compose the configs of the verl in ``root`` with ``overrides``, as its ``main_ppo`` would.
 
-    ``config_name`` may also be that of an experimental trainer, such as ``fully_async_ppo_trainer``. This repository's
-    groups are on Hydra's search path where an override names one of them and none sets that path.
+    ``config_name`` may be that of an experimental trainer. This repository's groups are on Hydra's search path where an
+    override names one of them and none sets that path.
 
     Raises:
         Refused: the words are no overrides, or there is no such config.
@@ -80,7 +73,7 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
     if not search_path:
         search_path = [f"file://{main}"] if folder != main else []
         search_path += [f"file://{CONFIGS}"] if any(each.key_or_group in own_groups for each in parsed) else []
-        words += [f"hydra.searchpath={search_path}"] if search_path else []
+        words.append(f"hydra.searchpath={search_path}")
     values = OmegaConf.to_container(compose_config(folder, words, config_name))
     folders = [folder, *(Path(path.removeprefix("file://")) for path in search_path)]
     added = {each.key_or_group for each in parsed if each.is_add() or each.is_force_add()}
@@ -108,12 +101,7 @@ def parse_overrides(overrides: Sequence[str]) -> "list[Override]":
 
 
 def group_keys(groups: set[str], words: Sequence[str], config_name: str, folders: Sequence[Path]) -> set[str]:
-    """Return the keys that the files of these groups, and the files that those include, set.
-
-    Args:
-        words: the overrides as they are composed.
-        folders: where the groups are; the first is verl's.
-    """
+    """Return the keys that the files of these groups, and the files that those include, set; ``folders`` has them."""
     from omegaconf import OmegaConf
 
     keys, included = set(), set()

@@ -9,10 +9,11 @@ from verl_precision.doctor.config import leaves, load_config
 from verl_precision.doctor.dtype_rules import UNKNOWN
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.findings import FINDINGS
+from verl_precision.doctor.hardware import preset_finding
 from verl_precision.doctor.model_support import float16_doubts, float16_refusals, unsupported_models
-from verl_precision.doctor.refusals import missing_rollout, refusal, unknown_keys, unknown_strategies
+from verl_precision.doctor.refusals import refusal, unavailable, unknown_keys
 from verl_precision.doctor.resolver import HOPS, ROLLOUT, TRAINED, DtypeResolver, Hop
-from verl_precision.doctor.rollout_findings import deterministic_parts
+from verl_precision.doctor.rollout_findings import DETERMINISM, requested_determinism
 from verl_precision.doctor.trainer_findings import full_names
 from verl_precision.doctor.tree import Tree
 from verl_precision.facts.compose import Uncomposable
@@ -26,40 +27,36 @@ class Diagnosis:
     Args:
         verdict: agree, asked, ignored, differ, refused or unknown.
         sentence: the verdict in one sentence.
+        refused: the line with which this verl would refuse the configuration.
         hops: by name, in the order of HOPS.
         scaler: the settings of the loss scalers of actor and critic; None where the loss is not scaled.
-        refused: the line with which this verl would refuse the configuration.
         deterministic: for each model, whether full_determinism reaches it.
-        gpus: of this machine; none where they were not looked for.
     """
 
     tree: Tree
     verdict: str
     sentence: str
     findings: tuple[Finding, ...]
-    hops: Mapping[str, Hop]
-    scaler: Mapping[str, Mapping[str, Any] | None] = field(default_factory=lambda: dict.fromkeys(TRAINED))
     refused: str | None = None
+    hops: Mapping[str, Hop] = field(default_factory=lambda: dict.fromkeys(HOPS, Hop(None, "refused")))
+    scaler: Mapping[str, Mapping[str, Any] | None] = field(default_factory=lambda: dict.fromkeys(TRAINED))
     deterministic: Mapping[str, bool] = field(default_factory=dict)
-    gpus: tuple[Gpu, ...] = ()
 
     @property
     def sound(self) -> bool:
         """Return whether the job may run: trainer and rollout compute as requested."""
         return self.verdict in ("agree", "asked")
 
-    def json(self) -> dict:
-        """Return the content of ``doctor --json``."""
-        tree = self.tree
-        foreign = tree.state == "foreign"
-        verl = {
-            "release": None if foreign else tree.release.name,
-            "state": tree.state,
-            "stack": tree.stack,
-            "nearest": tree.release.name if foreign else None,
-        }
+    def json(self, gpus: Sequence[Gpu] = ()) -> dict:
+        """Return the content of ``doctor --json`` on a machine with these GPUs."""
+        release, foreign = self.tree.release.name, self.tree.state == "foreign"
         return {
-            "verl": verl,
+            "verl": {
+                "release": None if foreign else release,
+                "state": self.tree.state,
+                "stack": self.tree.stack,
+                "nearest": release if foreign else None,
+            },
             "hops": {name: hop.effective_dtype for name, hop in self.hops.items()},
             "scaler": dict(self.scaler),
             "deterministic": dict(self.deterministic),
@@ -67,28 +64,36 @@ class Diagnosis:
             "refused": self.refused,
             "verdict": self.verdict,
             "sentence": self.sentence,
-            "hardware": [asdict(gpu) for gpu in self.gpus],
+            "hardware": [asdict(gpu) for gpu in gpus],
         }
 
 
-def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_trainer") -> Diagnosis:
-    """Diagnose a job with these overrides on this tree, without running it.
+def diagnose(
+    tree: Tree, overrides: Sequence[str], config_name: str = "ppo_trainer", gpus: tuple[Gpu, ...] = ()
+) -> Diagnosis:
+    """Diagnose a job with these overrides on this tree, for a machine with these GPUs, without running it.
 
     Raises:
         Refused: the words are no overrides, or there is no such config.
     """
+    if finding := preset_finding(gpus, overrides):
+        return Diagnosis(tree, "refused", f"{finding.sentence}.", (finding,), finding.sentence)
+
+    def refused(line: str, *findings: Finding) -> Diagnosis:
+        return Diagnosis(tree, "refused", f"{tree.title}, refuses this config: {line}", findings, line)
+
     try:
         job = DtypeResolver(tree, load_config(tree.root, overrides, config_name))
     except Uncomposable as error:
         known = list(leaves(load_config(tree.root, [], config_name).values))
-        return refused(tree, str(error), tuple(unknown_keys(tree, str(error), overrides, known)))
-    if findings := tuple(unknown_strategies(job)):
-        return refused(tree, findings[0].sentence, findings)
+        return refused(str(error), *unknown_keys(tree, str(error), overrides, known))
+    if findings := list(unavailable(job)):
+        return refused(findings[0].sentence, *findings)
     if line := refusal(job):
-        return refused(tree, line, (*unknown_keys(tree, line, overrides, []), *missing_rollout(job, line)))
+        return refused(line, *unknown_keys(tree, line, overrides, []))
     for ends in (unsupported_models, uneven_batches, float16_refusals):
-        if findings := tuple(ends(job)):
-            return refused(tree, findings[0].sentence, findings)
+        if findings := list(ends(job)):
+            return refused(findings[0].sentence, *findings)
     doubts = tuple(float16_doubts(job))
     findings = (*(finding for find in FINDINGS for finding in find(job)), *doubts)
     verdict, sentence = judge(job)
@@ -98,13 +103,9 @@ def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_train
         verdict, sentence = "ignored", f"{sentence} Not as requested: {', '.join(unheeded)}."
     hops = {name: job.resolve(name) for name in HOPS}
     scaler = {role: job.scaler(role) for role in TRAINED}
-    return Diagnosis(tree, verdict, sentence, findings, hops, scaler, None, deterministic_parts(job))
-
-
-def refused(tree: Tree, line: str, findings: tuple[Finding, ...]) -> Diagnosis:
-    """Return the diagnosis of a configuration that this verl refuses with ``line``."""
-    sentence = f"{tree.title}, refuses this config: {line}"
-    return Diagnosis(tree, "refused", sentence, findings, dict.fromkeys(HOPS, Hop(None, "refused")), refused=line)
+    deterministic = dict.fromkeys(job.used("actor", "ref", "critic"), False) | requested_determinism(job)
+    deterministic["rollout"] = bool(job.get(DETERMINISM)) and job.server == "vllm"
+    return Diagnosis(tree, verdict, sentence, findings, None, hops, scaler, deterministic)
 
 
 def judge(job: DtypeResolver) -> tuple[str, str]:
@@ -112,7 +113,7 @@ def judge(job: DtypeResolver) -> tuple[str, str]:
     name = job.tree.title
     compute, autocast, kv_cache = job.dtypes("actor.compute", "actor.autocast", "rollout.kv_cache")
     trainer = compute if autocast == UNKNOWN else autocast
-    rollout = job.effective_dtype("rollout.logits" if job.server == "hf" else "rollout.weights")
+    rollout = job.effective_dtype("rollout.weights")
     if UNKNOWN in (trainer, rollout):
         return UNKNOWN, f"{name}: trainer in {trainer}, rollout in {rollout}: whether they agree is unknown."
     if autocast not in (UNKNOWN, compute):
@@ -128,7 +129,7 @@ def judge(job: DtypeResolver) -> tuple[str, str]:
             return "asked", f"{name}: trainer and rollout in {trainer}, with a KV cache in {kv_cache} as requested."
         return "agree", f"{name}: trainer and rollout both compute in {trainer}."
     trainer_requests = full_names(job.requested_dtypes("actor").values())
-    rollout_requests = full_names(job.config.user_values([f"{ROLLOUT}.dtype"]).values())
+    rollout_requests = full_names(job.config.user_values(f"{ROLLOUT}.dtype").values())
     dtypes = f"the trainer computes in {trainer} and the rollout in {rollout}"
     if job.is_quantized or (trainer in trainer_requests and rollout in rollout_requests):
         return "asked", f"{name}: {dtypes}, as requested."

@@ -15,7 +15,6 @@ COMPUTE = "fsdp-compute-in-the-configured-dtype"
 SCALER = "fsdp-configure-the-loss-scaler"
 SAVED, COUNTED = "ckpt-save-the-loss-scaler", "worker-report-skipped-steps"
 SEND = "rollout-send-weights-in-the-rollout-dtype"
-GENERATE = "rollout-generate-in-the-rollouts-dtype"
 SCORE = "worker-score-in-the-reward-models-dtype"
 EXPORT = "ckpt-export-in-the-training-dtype"
 REPORT = "worker-report-the-effective-dtypes"
@@ -95,11 +94,9 @@ ENGINE, OLD_ENGINE = "workers/engine/fsdp/transformer_impl.py", "workers/engine/
 MEGATRON, MEGATRON_ENGINE = "workers/megatron_workers.py", "workers/engine/megatron/transformer_impl.py"
 VLLM_SPMD = "workers/rollout/vllm_rollout/vllm_rollout_spmd.py"
 VLLM_SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
-SGLANG, SGLANG_SERVER = (
-    f"workers/rollout/sglang_rollout/{name}.py" for name in ("sglang_rollout", "async_sglang_server")
-)
+SGLANG = "workers/rollout/sglang_rollout/sglang_rollout.py"
+SGLANG_SERVER = "workers/rollout/sglang_rollout/async_sglang_server.py"
 TRTLLM_SERVER = "workers/rollout/trtllm_rollout/trtllm_async_server.py"
-HF = "workers/rollout/hf_rollout.py"
 ENGINE_MAKER = "checkpoint_engine/base.py"  # makes the receiver's checkpoint engine with its arguments
 
 LOADED = "torch_dtype = torch.float32 if self._is_actor else torch.bfloat16"
@@ -191,9 +188,8 @@ RULES = (
     # The rollout.
     Rule("rollout.weights", "vllm", VLLM_SPMD, "0.4.1:154 0.5.0:170 0.6.0:197 0.6.1:236", "dtype=config.dtype,",
          (ROLLOUT,)),
-    Rule("rollout.weights", "vllm async", VLLM_SERVER, "0.4.1:171 0.5.0:250", "dtype=config.dtype,", (ROLLOUT,)),
     Rule("rollout.weights", "vllm async", VLLM_SERVER,
-         "0.6.0:207 0.6.1:220 0.7.0:295 0.7.1:303 0.8.0:254 0.9.0:289 0.9.1:326", '"dtype": self.config.dtype,',
+         "0.4.1:171 0.5.0:250 0.6.0:207 0.6.1:220 0.7.0:295 0.7.1:303 0.8.0:254 0.9.0:289 0.9.1:326", "config.dtype,",
          (ROLLOUT,)),
     Rule("rollout.weights", "sglang", SGLANG, "0.4.1:392 0.5.0:442 0.6.0:438 0.6.1:447", "self.config.dtype",
          (ROLLOUT,)),
@@ -203,8 +199,6 @@ RULES = (
          (ROLLOUT,)),
     Rule("rollout.weights", "trtllm async", TRTLLM_SERVER, "0.8.0:229 0.9.0:230 0.9.1:227",
          '"dtype": self.config.dtype,', (ROLLOUT,)),
-    Rule("rollout.logits", "hf", HF, "0.4.1:109 0.5.0:109",
-         "torch.autocast(device_type=get_device_name(), dtype=torch.bfloat16)", (BF16,), GENERATE),
     # What is written to disk for others.
     Rule("hf_export", "", "utils/checkpoint/fsdp_checkpoint_manager.py",
          "0.4.1:288 0.5.0:325 0.6.0:342 0.6.1:342 0.7.0:345 0.7.1:328 0.8.0:365 0.9.0:446 0.9.1:446", EXPORTED,

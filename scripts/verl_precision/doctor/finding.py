@@ -1,7 +1,6 @@
 """Define a finding: a part of a configuration that is wrong or unknown, and its fix."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_precision.words import options
 
@@ -9,8 +8,7 @@ from verl_precision.words import options
 DTYPE_KEYS = ("dtype", "param_dtype", "precision", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that is wrong, or not known.
 
     Args:

@@ -56,28 +56,24 @@ def uncorrected_defects(job: DtypeResolver) -> Iterator[Finding]:
 
 
 def unread_keys(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield ``+precision=fp16`` and its like on a tree without such a group, where Hydra adds a new key."""
+    """Yield keys that ``+`` adds and nothing reads: a group that this tree lacks, and a misspelt name."""
+    tree, added = job.tree, sorted(job.config.added_keys)
     groups = sorted(each.name for each in CONFIGS.iterdir())
-    for key in sorted(job.config.added_keys):
-        value = job.get(key)
-        if "." in key or isinstance(value, Mapping):
+    for key, value in ((key, job.get(key)) for key in added if "." not in key):
+        if isinstance(value, Mapping):
             continue
-        effect, near = f"is a key that nothing reads in {job.tree.name}", difflib.get_close_matches(key, groups, n=1)
+        effect, near = f"is a key that nothing reads in {tree.name}", difflib.get_close_matches(key, groups, n=1)
         if key == "precision":
             effect += ": trains in {}, rolls out in {}".format(*job.dtypes("actor.compute", "rollout.weights"))
-            fix = f"{KEYS} brings the overlay: {job.tree.apply_command}"
+            fix = f"{KEYS} brings the overlay: {tree.apply_command}"
         elif key in groups:
             fix = f"hydra.searchpath=['file://{CONFIGS}']"
         else:
             fix = f"+{near[0]}={value}" if near else f"remove +{key}={value}"
         yield Finding(key, value, effect, fix, applies=False)
-
-
-def misspelt_keys(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield a key that ``+`` adds beside one of nearly the same name."""
-    for key in sorted(job.config.added_keys):
+    for key in added:
         group, _, name = key.rpartition(".")
-        known = [each for each in job.get(group, {}) if f"{group}.{each}" not in job.config.added_keys]
+        known = [each for each in job.get(group, {}) if f"{group}.{each}" not in added]
         if near := difflib.get_close_matches(name, known, n=1, cutoff=0.85):
             value = job.get(key)
             yield Finding(key, value, f"is a new key beside {near[0]}", f"{group}.{near[0]}={value}", applies=False)
@@ -94,16 +90,12 @@ def unknown_files(job: DtypeResolver) -> Iterator[Finding]:
 # Each function yields the findings of one kind; they are printed in this order.
 FINDINGS = (
     unread_keys,
-    misspelt_keys,
     trainer_findings.ignored_dtypes,
     trainer_findings.split_dtypes,
     trainer_findings.low_masters,
     trainer_findings.loss_scaling,
-    trainer_findings.megatron_overflow,
-    trainer_findings.megatron_reduction,
-    trainer_findings.megatron_optimizer,
-    trainer_findings.ref_beside_actor,
-    trainer_findings.critic_beside_actor,
+    trainer_findings.megatron,
+    trainer_findings.roles_beside_the_actor,
     trainer_findings.uncapped_attention,
     trainer_findings.ignored_truncation,
     trainer_findings.negative_ranks,
@@ -111,10 +103,8 @@ FINDINGS = (
     rollout_findings.quantization,
     rollout_findings.kv_cache,
     rollout_findings.lossy_wire,
-    rollout_findings.router_replay,
-    rollout_findings.routers_of_one_side,
-    rollout_findings.unread_determinism,
-    rollout_findings.deterministic_rollout,
+    rollout_findings.routers,
+    rollout_findings.determinism,
     rollout_findings.bypass_mode,
     rollout_findings.sequence_weights,
     trainer_findings.rounded_export,

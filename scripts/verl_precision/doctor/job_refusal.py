@@ -17,10 +17,7 @@ OVERRIDE = re.compile(r"\+?[\w.]+=")
 
 @cache
 def examined(root: Path) -> Tree | None:
-    """Examine the verl in ``root``; None, with the reason on stderr, where that is not possible.
-
-    A changed verl may be trained without a network, where no release can be downloaded to compare it with.
-    """
+    """Examine the verl in ``root``; None, with the reason on stderr, where no release can be downloaded to compare."""
     try:
         return identify_tree(root)
     except (Refused, OSError) as reason:

@@ -9,11 +9,11 @@ import os
 import re
 import socket
 import sys
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -23,32 +23,28 @@ from verl_precision.doctor.resolver import KV_SPELLINGS, TRAINED
 from verl_precision.errors import Refused
 
 # verl's names of its actors: workers (single_controller/ray/base.py), single, colocated or fused, and rollout servers.
-WORKER = re.compile(r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$")
-SERVER = re.compile(r"^(vllm|sglang|trtllm)_?server_\d+_\d+|^async_llm_server_\d+$")
+ACTOR = re.compile(
+    r"(WorkerDict|FusedWorker\w*|[A-Z]\w*Worker)_\d+:\d+$|^(vllm|sglang|trtllm)_?server_\d+_\d+|^async_llm_server_\d+$"
+)
 PROGRESS_EVERY_S = 15.0
 KINDS = ("master", "base", "compute", "reduce", "optimizer", "autocast", "weights", "logits", "kv_cache")
-SEVERAL = " (ranks "
 
 # --- in the worker's process: pickled by value; `verl` is the worker's ------------------------------------------------
 
 
 def actor_models(actor: Any) -> list[dict]:
-    """Return the dtypes of each model of an actor: a worker, a ``WorkerDict`` of several, or a vLLM server."""
+    """Return dtypes, rank, verl and stack of each model of an actor: a worker, a ``WorkerDict``, or a vLLM server."""
+    import verl
+
+    file = Path(verl.__path__[0]) / "utils/precision_stamp.json"
+    stack = json.loads(file.read_text())["stack"] if file.exists() else None
+    code = {"rank": int(os.environ.get("RANK", 0)), "verl": verl.__version__, "stack": stack}
     if hasattr(vars(actor).get("engine"), "vllm_config"):
         models = [server_dtypes(actor.engine.vllm_config)]
     else:
         workers = vars(actor).get("worker_dict") or vars(actor).get("fused_worker_dict") or {"": actor}
         models = [model for key, worker in workers.items() for model in worker_models(key, worker)]
-    return [model | process_code() for model in models]
-
-
-def process_code() -> dict:
-    """Return the rank of this process, its verl and the stack on that."""
-    import verl
-
-    file = Path(verl.__path__[0]) / "utils/precision_stamp.json"
-    stack = json.loads(file.read_text())["stack"] if file.exists() else None
-    return {"rank": int(os.environ.get("RANK", 0)), "verl": verl.__version__, "stack": stack}
+    return [model | code for model in models]
 
 
 def server_dtypes(config: Any) -> dict:
@@ -59,7 +55,6 @@ def server_dtypes(config: Any) -> dict:
         "weights": config.model_config.quantization or computes,
         "logits": computes,
         "kv_cache": computes if cache == "auto" else cache,
-        "deterministic": os.environ.get("VLLM_BATCH_INVARIANT") == "1",
     }
 
 
@@ -93,40 +88,26 @@ def model_dtypes(role: str, part: Any) -> dict:
         return {"role": role, "compute": f"unknown: {type(part).__name__} is not FSDP's"}
     by_training = {parameter.requires_grad: parameter.dtype for parameter in module.parameters()}
     states = optimizer.state.values() if optimizer else ()
-    scaler = attributes.get("scaler")
+    # What the forward pass reads; None where it is fixed: up to 0.6.0, critics up to 0.7.1.
+    autocast = attributes.get("_autocast_dtype", attributes.get("param_dtype"))
+    if "precision" in attributes:  # of a patched legacy worker
+        autocast = attributes.get("_autocast_dtype", attributes["precision"].compute)
+    settings = None
+    if scaler := attributes.get("scaler"):
+        settings = {"scale": scaler.get_scale()}
+        for name in ("growth_factor", "backoff_factor", "growth_interval"):
+            settings[name] = getattr(scaler, f"get_{name}")()
+        for name in ("init_scale", "min_scale", "max_consecutive_skips"):  # of a patched tree's scaler
+            settings[name] = getattr(vars(scaler).get("config"), name, None)
     return {
         "role": role,
         "master": dtype_text(by_training.get(True)),
         "base": dtype_text(by_training.get(False)),  # below LoRA adapters
         "compute": dtype_text(policy.param_dtype),
         "reduce": dtype_text(policy.reduce_dtype),
-        "autocast": autocast_dtype(attributes),
+        "autocast": dtype_text(autocast),
         "optimizer": ", ".join(sorted({dtype_text(state["exp_avg"].dtype) for state in states})) or None,
-        "scaler": scaler_settings(scaler) if scaler else None,
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-    }
-
-
-def autocast_dtype(attributes: Mapping[str, Any]) -> str | None:
-    """Return the dtype that the forward pass reads; None where it is fixed: up to 0.6.0, critics up to 0.7.1."""
-    if "_autocast_dtype" in attributes:
-        return dtype_text(attributes["_autocast_dtype"])
-    if "precision" in attributes:
-        return dtype_text(attributes["precision"].compute)
-    return dtype_text(attributes.get("param_dtype"))
-
-
-def scaler_settings(scaler: Any) -> dict:
-    """Return a loss scaler's settings and its current scale; torch's has no ``config`` with the last three."""
-    config = vars(scaler).get("config")
-    return {
-        "scale": scaler.get_scale(),
-        "growth_factor": scaler.get_growth_factor(),
-        "backoff_factor": scaler.get_backoff_factor(),
-        "growth_interval": scaler.get_growth_interval(),
-        "init_scale": config and config.init_scale,
-        "min_scale": config and config.min_scale,
-        "max_consecutive_skips": config and config.max_consecutive_skips,
+        "scaler": settings,
     }
 
 
@@ -135,15 +116,6 @@ def dtype_text(dtype: torch.dtype | str | None) -> str | None:
 
 
 # --- in the asking process --------------------------------------------------------------------------------------------
-
-
-def by_role(models: Iterable[dict], kind: str) -> dict[str, list[dict]]:
-    """Return, by role, the models that have this kind of value."""
-    roles: dict[str, list[dict]] = {}
-    for model in models:
-        if model.get(kind) is not None:
-            roles.setdefault(model["role"], []).append(model)
-    return roles
 
 
 def diagnose_live(models: list[dict], silent: list[str], hops: Iterable[str], static: dict | None) -> dict:
@@ -155,18 +127,23 @@ def diagnose_live(models: list[dict], silent: list[str], hops: Iterable[str], st
         hops: the doctor's, in its order; null where no worker has them between two calls: wire, logits, export.
         static: the doctor's diagnosis of the config that the job should run; each difference is a finding.
     """
-    live = {}
-    for kind in KINDS:
-        for role, of in by_role(models, kind).items():
-            live[f"{role}.{kind}"] = joined((model[kind], model["rank"]) for model in of)
-    dtypes = dict.fromkeys(hops) | live
-    on = {role: all(each["deterministic"] for each in of) for role, of in by_role(models, "deterministic").items()}
-    findings = differences(live, on, static) if static else []
-    versions = joined((f"{model['verl']}, stack {model['stack']}", model["rank"]) for model in models)
-    for key, value in {"verl": versions, **live}.items():
-        if SEVERAL in value:
-            fix = "one verl and one stack on every node: make status VERL=… there"
-            findings.append(Finding(key, value, "on different ranks", fix))
+    ranks: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))  # by what is reported and its value
+    for model in models:
+        ranks["verl"][f"{model['verl']}, stack {model['stack']}"].append(model["rank"])
+        for kind in KINDS:
+            if model.get(kind) is not None:
+                ranks[f"{model['role']}.{kind}"][model[kind]].append(model["rank"])
+    live = {key: joined(values) for key, values in ranks.items()}
+    dtypes = dict.fromkeys(hops) | {key: value for key, value in live.items() if key != "verl"}
+    findings, expected = [], static["hops"] if static else {}
+    fix = "the job runs another config, or another verl, than the one named here"
+    for key, value in live.items():
+        if key in expected and expected[key] not in (value, KV_SPELLINGS.get(value, value)):
+            findings.append(Finding(key, value, f"in the workers, {expected[key]} by this config", fix))
+    for key, values in ranks.items():
+        if len(values) > 1:
+            advice = "one verl and one stack on every node: make status VERL=… there"
+            findings.append(Finding(key, live[key], "on different ranks", advice))
     trainer, rollout = dtypes["actor.autocast"], dtypes["rollout.weights"]
     if trainer is None and static and dtypes["actor.compute"] == static["hops"]["actor.compute"]:
         trainer = static["hops"]["actor.autocast"]  # where it is fixed in the forward pass
@@ -181,12 +158,11 @@ def diagnose_live(models: list[dict], silent: list[str], hops: Iterable[str], st
     else:
         verdict, sentence = "agree", f"trainer and rollout compute in {trainer}"
     stacks = sorted({(model["verl"], model["stack"]) for model in models}, key=str)
-    scalers = {role: of[0]["scaler"] for role, of in by_role(models, "scaler").items()}  # equal on all ranks
+    scalers = {model["role"]: model["scaler"] for model in models if model.get("scaler")}  # equal on all ranks
     return {
         "verl": [{"release": release, "stack": stack} for release, stack in stacks],
         "hops": dtypes,
         "scaler": {role: scalers.get(role) for role in TRAINED},
-        "deterministic": on,
         "findings": [finding.json() for finding in findings],
         "refused": None,
         "verdict": verdict,
@@ -194,26 +170,11 @@ def diagnose_live(models: list[dict], silent: list[str], hops: Iterable[str], st
     }
 
 
-def differences(live: Mapping[str, str], deterministic: Mapping[str, bool], static: dict) -> list[Finding]:
-    """Return the dtypes and the determinism of the workers that are not those of the config."""
-    parts = {f"{part}'s full_determinism": on for part, on in deterministic.items()}
-    expected = static["hops"] | {f"{part}'s full_determinism": on for part, on in static["deterministic"].items()}
-    fix = "the job runs another config, or another verl, than the one named here"
-    return [
-        Finding(key, value, f"in the workers, {expected[key]} by this config", fix)
-        for key, value in (live | parts).items()
-        if key in expected and expected[key] not in (value, KV_SPELLINGS.get(value, value))
-    ]
-
-
-def joined(values: Iterable[tuple[str, int]]) -> str:
-    """Return the one value of all ranks, or each value with its ranks, from pairs of a value and a rank."""
-    ranks: dict[str, set[int]] = {}
-    for value, rank in values:
-        ranks.setdefault(value, set()).add(rank)
+def joined(ranks: Mapping[str, list[int]]) -> str:
+    """Return the one value of all ranks, or each value with its ranks."""
     if len(ranks) == 1:
         return next(iter(ranks))
-    return "; ".join(f"{value}{SEVERAL}{', '.join(map(str, sorted(of)))})" for value, of in ranks.items())
+    return "; ".join(f"{value} (ranks {', '.join(map(str, sorted(set(of))))})" for value, of in ranks.items())
 
 
 def query_job() -> tuple[list[dict], list[str]]:
@@ -224,48 +185,29 @@ def query_job() -> tuple[list[dict], list[str]]:
     Raises:
         Refused: no cluster or several, one of another Ray or Python, or no worker of verl in it.
     """
-    where = cluster_address()
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    if address != "auto":
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=5).close()  # Ray would keep trying for an hour
+        except (OSError, ValueError) as error:
+            raise Refused(f"--live: RAY_ADDRESS={address}: no Ray cluster answers there ({error})") from error
     try:
         # Ray sends this machine's token, which 2.59 requires, only to a cluster that it found itself: "auto".
-        ray.init(address=os.environ.get("RAY_ADDRESS") or "auto", logging_level="ERROR", log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:  # of another Ray or Python, or without its token
+        ray.init(address=address, logging_level="ERROR", log_to_driver=False)
+    except (ConnectionError, RuntimeError) as error:  # none, several, of another Ray or Python, or without its token
         why = " ".join(str(error).split())
         advice = "a cluster that requires a token needs RAY_AUTH_MODE=token"
-        raise Refused(f"--live: RAY_ADDRESS={where}: {why} ({advice})") from error
+        raise Refused(f"--live: RAY_ADDRESS={address}: {why} ({advice})") from error
     try:
         named_actors = ray.util.list_named_actors(all_namespaces=True)
-        spaces = {each["name"]: each["namespace"] for each in named_actors if is_verl_actor(each["name"])}
+        spaces = {each["name"]: each["namespace"] for each in named_actors if ACTOR.search(each["name"])}
         if not spaces:
             count = len(named_actors)
-            raise Refused(f"--live: RAY_ADDRESS={where}: none of the {count} named actors is a worker of verl")
+            raise Refused(f"--live: RAY_ADDRESS={address}: none of the {count} named actors is a worker of verl")
         return query_actors({name: ray.get_actor(name, space) for name, space in sorted(spaces.items())})
     finally:
         ray.shutdown()
-
-
-def cluster_address() -> str:
-    """Return the address of the cluster to query: RAY_ADDRESS, else the one whose processes run on this machine.
-
-    Raises:
-        Refused: there is none, there are several, or nothing listens there (Ray would keep trying for an hour).
-    """
-    address = os.environ.get("RAY_ADDRESS")
-    arguments = [word for process in psutil.process_iter(["cmdline"]) for word in process.info["cmdline"] or ()]
-    running = {word.partition("=")[2] for word in arguments if word.startswith("--gcs-address=")}
-    if not address and len(running) != 1:
-        found = f"several clusters run here ({', '.join(sorted(running))})" if running else "no Ray cluster runs here"
-        raise Refused(f"--live: {found}; set RAY_ADDRESS=host:port")
-    where = address or running.pop()
-    host, _, port = where.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=5).close()
-    except (OSError, ValueError) as error:
-        raise Refused(f"--live: RAY_ADDRESS={where}: no Ray cluster answers there ({error})") from error
-    return where
-
-
-def is_verl_actor(name: str) -> bool:
-    return bool(WORKER.search(name) or SERVER.search(name))
 
 
 def query_actors(actors: Mapping[str, Any]) -> tuple[list[dict], list[str]]:

@@ -1,6 +1,5 @@
 """Predict which models verl or vLLM cannot run, from their config.json; sources are read, nothing is imported."""
 
-import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,8 +25,8 @@ def float16_servers(job: DtypeResolver) -> Iterator[tuple[str, str, Float16Suppo
         keys.append((job.rollout_dtype_key, f"{MODEL}.path"))
     key = job.reward_server_key() if job.uses("reward_model") else None
     if key and job.get(key.replace(".dtype", ".name")) == "vllm" and server_dtype(job.get(key)) == "float16":
-        node = key.removesuffix(".rollout.dtype")
-        keys.append((key, f"{node}.model.path" if node == "reward_model" else f"{node}.model_path"))
+        model = "model.path" if key.startswith("reward_model.") else "model_path"
+        keys.append((key, key.replace("rollout.dtype", model)))
     for dtype_key, model_key in keys:
         yield dtype_key, model_key, float16_support(str(job.get(model_key)), job.tree.root)
 
@@ -54,16 +53,15 @@ def unsupported_models(job: DtypeResolver) -> Iterator[Finding]:
 
     Yields nothing where its config.json is not on this machine.
     """
-    model = str(job.get(f"{MODEL}.path"))
+    model, site, on_fsdp = str(job.get(f"{MODEL}.path")), job.tree.root, job.on_fsdp("actor")
     if (file := config_file(model)) is None:
         return
     outer = read_config(file)
     config = outer.get("text_config") or outer
-    on_fsdp = job.on_fsdp("actor")
-    reasons = [missing_kv_heads(config, job.tree.root)] if on_fsdp else []
-    if job.server == "vllm" and (vllm := package_folder("vllm", job.tree.root)):
+    reasons = [missing_kv_heads(config, site)] if on_fsdp else []
+    if job.server == "vllm" and (vllm := package_folder("vllm", site)):
         if on_fsdp:  # Megatron's weights are sent by vLLM's names
-            reasons.append(mixtral_weights(config, vllm, job.tree.root))
+            reasons.append(mixtral_weights(config, vllm, site))
         if job.get("trainer.device") == "cpu":
             reasons.append(latent_attention(config, vllm))
             if reason := sliding_window_blocks(config, job.get(ENGINE, {}), vllm):
@@ -73,7 +71,7 @@ def unsupported_models(job: DtypeResolver) -> Iterator[Finding]:
 
 
 def missing_kv_heads(config: Mapping[str, Any], site: Path) -> str | None:
-    """Return why verl's ``apply_monkey_patch`` ends on a model: neither its config nor that class has KV_HEADS."""
+    """Return why verl's ``apply_monkey_patch`` ends on a model: neither its config nor its class has KV_HEADS."""
     kind = str(config.get("model_type"))
     package = package_folder("transformers", site)
     source = package / f"models/{kind}/configuration_{kind}.py" if package else None
@@ -98,8 +96,6 @@ def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | 
 
 def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
     """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
-    if os.environ.get("VLLM_MLA_DISABLE") == "1":
-        return None
     sizes = {key: config.get(key) for key in LATENT}
     if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
         return None
@@ -108,11 +104,7 @@ def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
 
 
 def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], vllm: Path) -> str | None:
-    """Return why vLLM's CPU build ends at the first generation if all layers of a model have a sliding window.
-
-    Their KV cache gets blocks of 16 tokens, but the kernel is chosen for the cache's configured size, 128. ``given``
-    are vLLM's options.
-    """
+    """Return why vLLM's CPU build, with the options ``given``, ends if all layers of a model have a sliding window."""
     source = vllm / "model_executor/layers/attention/attention.py"
     window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
     layers = config.get("layer_types")

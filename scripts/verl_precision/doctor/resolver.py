@@ -5,12 +5,12 @@ resolves the hops that the patches changed. Without a request upstream's lines d
 """
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl_precision.doctor.config import JobConfig
 from verl_precision.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, rule_for
@@ -34,18 +34,11 @@ ROLES = {
 KV_SPELLINGS = {"fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 TRAINED = ("actor", "critic")
 FSDP, FSDP_IMPLEMENTATIONS = ("fsdp", "fsdp2"), ("worker", "engine")
+SENDING_ENGINES = (*FSDP_IMPLEMENTATIONS, "merged LoRA")  # of the trainer; others are checkpoint engines
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 # torch's defaults, with the growth interval that upstream's line sets (torch.amp.GradScaler).
-UPSTREAM_SCALER = {
-    "init_scale": 65536.0,
-    "growth_factor": 2.0,
-    "backoff_factor": 0.5,
-    "growth_interval": 400,
-    "min_scale": None,
-    "max_consecutive_skips": None,
-    "saved": False,
-    "reported": False,
-}
+UPSTREAM_SCALER = {"init_scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 400}
+UPSTREAM_SCALER |= {"min_scale": None, "max_consecutive_skips": None, "saved": False, "reported": False}
 
 
 class UnexpectedPrecision(Exception):
@@ -73,8 +66,7 @@ def server_dtype(value: Any, model: str | None = None) -> str:
     return SERVER_SPELLINGS.get(value, UNKNOWN)
 
 
-@dataclass(frozen=True)
-class Hop:
+class Hop(NamedTuple):
     """One hop of a job.
 
     Args:
@@ -85,7 +77,7 @@ class Hop:
 
     effective_dtype: str | None
     reason: str
-    requested: Mapping[str, Any] = field(default_factory=dict)
+    requested: Mapping[str, Any] = {}
 
 
 class DtypeResolver:
@@ -114,11 +106,13 @@ class DtypeResolver:
     def used(self, *roles: str) -> list[str]:
         return [role for role in roles if self.uses(role)]
 
+    def strategy(self, role: str) -> str:
+        return self.get(f"{ROLES[role]}.strategy", "fsdp")
+
     def implementation(self, role: str) -> str:
         """Return the implementation that the role runs on, by its name in the table."""
-        strategy = self.get(f"{ROLES[role]}.strategy", "fsdp")
-        if strategy not in FSDP:
-            return strategy
+        if self.strategy(role) not in FSDP:
+            return self.strategy(role)
         if not self.legacy:
             return "engine"
         if self.get("trainer.use_legacy_worker_impl") != "disable" or role == "reward_model":
@@ -133,8 +127,7 @@ class DtypeResolver:
 
     def engine_node(self, role: str) -> str:
         """Return the key of the config of the role's engine."""
-        strategy = self.get(f"{ROLES[role]}.strategy", "fsdp")
-        if strategy not in FSDP:
+        if (strategy := self.strategy(role)) not in FSDP:
             return f"{ROLES[role]}.{strategy}"
         if role == "critic" and not self.legacy:
             return "critic.fsdp"
@@ -146,22 +139,17 @@ class DtypeResolver:
         return [f"{ROLES[role]}.dtype", f"{node}.dtype", f"{node}.mixed_precision.param_dtype"]
 
     def requested_dtypes(self, role: str) -> dict[str, Any]:
-        return self.config.user_values(self.dtype_keys(role))
+        return self.config.user_values(*self.dtype_keys(role))
 
-    def sharded(self, role: str) -> bool:
-        """Return whether the role's ``state_dict`` has shards: FSDP1 on one worker returns whole tensors."""
-        workers = self.get("trainer.nnodes", 1) * self.get("trainer.n_gpus_per_node", 1)
-        return workers > 1 or self.get(f"{ROLES[role]}.strategy") != "fsdp"
+    @property
+    def lora_rank(self) -> int:
+        return self.get(f"{MODEL}.lora.rank", 0) or self.get(f"{MODEL}.lora_rank", 0)
 
     @property
     def ref_in_actor(self) -> bool:
         """Return whether the ref is the actor without its adapters."""
         adapter = self.release.has("lora_adapter_path") and self.config.has(f"{MODEL}.lora_adapter_path")
         return self.lora_rank > 0 or adapter
-
-    @property
-    def lora_rank(self) -> int:
-        return self.get(f"{MODEL}.lora.rank", 0) or self.get(f"{MODEL}.lora_rank", 0)
 
     def trains_adapters(self, role: str) -> bool:
         """Return whether a trained role's worker has LoRA adapters."""
@@ -177,11 +165,13 @@ class DtypeResolver:
         """Return the dtype that the line of a rule reads from the configuration.
 
         Raises:
-            RuntimeError: a worker would end on the value.
+            UnexpectedPrecision: a worker would end on the value.
         """
         for source in rule.reads:
             if isinstance(source, Fixed):
-                if self.sharded(role) or not source.sharded:
+                # FSDP1 on one worker returns whole tensors, not shards.
+                workers = self.get("trainer.nnodes", 1) * self.get("trainer.n_gpus_per_node", 1)
+                if workers > 1 or self.get(f"{ROLES[role]}.strategy") != "fsdp" or not source.sharded:
                     return source.dtype
             elif isinstance(source, SameAs):
                 hop = source.hop.format(role=role)
@@ -195,18 +185,15 @@ class DtypeResolver:
                     return dtype_name(self.get(f"{node}.{key}"))
         return UNKNOWN
 
-    def decide(self, name: str, implementation: str, role: str, patched: Callable[[], str | None]) -> Hop:
-        """Return a hop as its rule decides it, or ``patched`` where a patch changed that line.
-
-        ``patched`` returns None where no precision is requested, so that the rule applies.
-        """
+    def decide(self, name: str, implementation: str, role: str, field: str = "") -> Hop:
+        """Return a hop as its rule decides it or, where a patch changed that line, by ``field`` of ``Precision``."""
         rule = self.rule(name, implementation)
         if rule is None:
             return Hop(UNKNOWN, f"no rule for {implementation} in verl {self.release.name}")
-        for path in (rule.path, rule.hook or rule.path):
-            if self.tree.files[f"verl/{path}"] == UNKNOWN:
-                return Hop(UNKNOWN, f"{path} is not verl {self.release.name}'s")
         path = rule.hook or rule.path
+        for each in (rule.path, path):
+            if self.tree.files[f"verl/{each}"] == UNKNOWN:
+                return Hop(UNKNOWN, f"{each} is not verl {self.release.name}'s")
         if self.tree.files[f"verl/{path}"] == "release":
             line = self.tree.line(rule)
             if line is None:
@@ -214,9 +201,24 @@ class DtypeResolver:
             return Hop(self.read(rule, role), f"{rule.path}:{line}")
         if not rule.patch:
             return Hop(self.read(rule, role), f"{rule.path}, patched")
-        if dtype := patched():
+        if dtype := self.patched_dtype(implementation, role, field):
             return Hop(dtype, f"{path}, patched by {rule.patch}")
         return Hop(self.read(rule, role), f"{rule.path}, as upstream: no precision is requested")
+
+    def patched_dtype(self, implementation: str, role: str, field: str) -> str | None:
+        """Return the dtype of a hop whose line a patch changed; None where no precision is requested."""
+        if not field and implementation not in SENDING_ENGINES:
+            rollout = self.get(f"{ROLLOUT}.dtype")
+            if rollout not in self.tree.precision.roles.REQUESTED_ROLLOUTS:
+                return None
+            own_key = f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{implementation}.rollout_dtype"
+            return server_dtype(self.get(own_key, rollout))
+        precision = self.precision(role)
+        if not precision.requested:
+            return None
+        if not field:  # the wire
+            return "float32" if implementation == "merged LoRA" else self.base(role)
+        return str(getattr(precision, field)).removeprefix("torch.")
 
     def precision(self, role: str) -> Any:
         """Return the ``Precision`` that the tree's own module resolves from the config of the role's engine."""
@@ -243,11 +245,6 @@ class DtypeResolver:
         module.apply_role_dtype(self.get(f"{ROLES[role]}.dtype"), path.rpartition(".")[2], engine)
         return engine
 
-    def of_precision(self, role: str, field: str) -> str | None:
-        """Return the dtype in which a patched hop computes, None where upstream's line decides it."""
-        precision = self.precision(role)
-        return str(getattr(precision, field)).removeprefix("torch.") if precision.requested else None
-
     def base(self, role: str) -> str:
         """Return the dtype in which a trained role's model is loaded: the master's, or that below the adapters."""
         return self.effective_dtype(f"{role}.{'base' if self.trains_adapters(role) else 'master'}")
@@ -272,15 +269,19 @@ class DtypeResolver:
         """Return the hop of this name, one of HOPS.
 
         Raises:
-            RuntimeError: a worker would end on a value.
+            UnexpectedPrecision: a worker would end on a value.
             ValueError, TypeError: the patched tree's module refuses one.
         """
         role, _, what = name.partition(".")
         if role in ROLES:
             return self.role_hop(role, what)
         if role == "rollout":
-            return self.hf_rollout_hop(what) if self.server == "hf" else self.server_hop(what)
-        return self.wire() if name == "wire" else self.export()
+            return self.server_hop(what)
+        if name == "wire":
+            return self.decide("wire", self.sender, "actor")
+        if not self.on_fsdp("actor"):
+            return Hop(UNKNOWN, f"{self.implementation('actor')} has another checkpoint manager")
+        return self.decide("hf_export", "", "actor", "compute")
 
     def effective_dtype(self, name: str) -> str | None:
         return self.resolve(name).effective_dtype
@@ -293,7 +294,7 @@ class DtypeResolver:
         if not self.uses(role):
             return Hop(None, "not used by this algorithm")
         if role == "reward_model" and (key := self.reward_server_key()):
-            return Hop(server_dtype(self.get(key)), f"a separate server: {key}", self.config.user_values([key]))
+            return Hop(server_dtype(self.get(key)), f"a separate server: {key}", self.config.user_values(key))
         if role == "ref" and self.ref_in_actor:
             return Hop(self.effective_dtype(f"actor.{what}"), "the actor without its adapters")
         node, implementation, lora = self.engine_node(role), self.implementation(role), self.trains_adapters(role)
@@ -306,29 +307,31 @@ class DtypeResolver:
             key = f"{node}.keep_fp32_modules"
             kept = any(fnmatchcase("lm_head", each) for each in self.get(key, []))
             if self.tree.precision and not self.legacy and kept:
-                return Hop("float32", "the head is kept in fp32", self.config.user_values([key]))
+                return Hop("float32", "the head is kept in fp32", self.config.user_values(key))
             return Hop(self.effective_dtype(f"{role}.autocast"), "the head runs under autocast")
         if what == "base" and not lora:
             return Hop(None, "no LoRA adapters")
         if what == "master" and lora:
             if self.rule(f"{role}.adapters", implementation) is None:
                 return Hop("float32", "peft's adapters over a base in 16 bits")
-            return self.decide(f"{role}.adapters", implementation, role, lambda: self.of_precision(role, "master"))
-        keys = {
-            "master": [f"{node}.model_dtype"],
-            "base": [f"{node}.model_dtype"],
-            "reduce": [f"{node}.mixed_precision.reduce_dtype"],
-        }.get(what, self.dtype_keys(role))
-        rule = f"{role}.{'master' if what == 'base' else what}"  # the line that loads the model
-        of = "compute" if what == "autocast" else what
-        hop = self.decide(rule, implementation, role, lambda: self.of_precision(role, of))
-        return replace(hop, requested=self.config.user_values(keys))
+            return self.decide(f"{role}.adapters", implementation, role, "master")
+        rule, field, keys = what, what, self.dtype_keys(role)
+        if what in ("master", "base"):  # one line loads the model
+            rule, keys = "master", [f"{node}.model_dtype"]
+        elif what == "reduce":
+            keys = [f"{node}.mixed_precision.reduce_dtype"]
+        elif what == "autocast":
+            field = "compute"
+        hop = self.decide(f"{role}.{rule}", implementation, role, field)
+        return hop._replace(requested=self.config.user_values(*keys))
 
     def reward_server_key(self) -> str | None:
         """Return the dtype key of a reward model that is a server of the rollout's kind; None where it is a worker."""
         if self.config.has("reward.reward_model.rollout"):
             return "reward.reward_model.rollout.dtype"
         return "reward_model.rollout.dtype" if self.get("reward_model.use_reward_loop") else None
+
+    # The wire and the rollout.
 
     @property
     def sender(self) -> str:
@@ -339,35 +342,11 @@ class DtypeResolver:
         merged = self.lora_rank > 0 and self.get(f"{MODEL}.lora.merge", False)
         return "merged LoRA" if merged and self.rule("wire", "merged LoRA") else self.implementation("actor")
 
-    def wire(self) -> Hop:
-        if self.server == "hf":
-            return Hop(None, "the hf rollout samples from the actor itself")
-        sender = self.sender
-
-        def patched() -> str | None:
-            if sender in (*FSDP_IMPLEMENTATIONS, "merged LoRA"):
-                if not self.precision("actor").requested:
-                    return None
-                return "float32" if sender == "merged LoRA" else self.base("actor")
-            rollout = self.get(f"{ROLLOUT}.dtype")
-            if rollout not in self.tree.precision.roles.REQUESTED_ROLLOUTS:
-                return None
-            return server_dtype(self.get(f"{ROLLOUT}.checkpoint_engine.engine_kwargs.{sender}.rollout_dtype", rollout))
-
-        return self.decide("wire", sender, "actor", patched)
-
     @property
     def wire_is_lossy(self) -> bool:
         """Return whether the wire rounds the actor's weights to 16 bits other than the rollout's."""
         wire, weights = self.dtypes("wire", "rollout.weights")
         return wire in SIXTEEN_BITS and wire not in (weights, self.base("actor")) and weights in SPELLINGS
-
-    def export(self) -> Hop:
-        if not self.on_fsdp("actor"):
-            return Hop(UNKNOWN, f"{self.implementation('actor')} has another checkpoint manager")
-        return self.decide("hf_export", "", "actor", lambda: self.of_precision("actor", "compute"))
-
-    # The rollout.
 
     @property
     def served(self) -> bool:
@@ -376,7 +355,6 @@ class DtypeResolver:
 
     @property
     def reads_engine_kwargs(self) -> bool:
-        """Return whether ``engine_kwargs`` reach the rollout."""
         return not self.served or self.release.has("server_engine_kwargs")
 
     @property
@@ -386,10 +364,9 @@ class DtypeResolver:
         return extra if self.reads_engine_kwargs and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
 
     @property
-    def trained_quantization(self) -> str | None:
-        """The format in which verl's vLLM server runs the weights of quantization-aware training; None without it."""
-        trained = self.server == "vllm" and self.get(f"{ROLLOUT}.qat.enable")
-        return "nvfp4" if trained else None
+    def trains_quantized(self) -> bool:
+        """Return whether verl's vLLM server runs the weights of quantization-aware training."""
+        return self.server == "vllm" and bool(self.get(f"{ROLLOUT}.qat.enable"))
 
     @property
     def is_quantized(self) -> bool:
@@ -401,17 +378,15 @@ class DtypeResolver:
         return cache_refusal(*self.dtypes("rollout.logits", "rollout.kv_cache")) if self.server == "vllm" else None
 
     def server_hop(self, what: str) -> Hop:
-        name, key, kwargs = self.server, f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{self.server}"
-        requested = self.config.user_values(
-            [key, f"{kwargs}.dtype", f"{ROLLOUT}.quantization", f"{kwargs}.quantization"]
-        )
+        name, kwargs = self.server, f"{ROLLOUT}.engine_kwargs.{self.server}"
+        keys = [f"{node}.{key}" for key in ("dtype", "quantization") for node in (ROLLOUT, kwargs)]
+        requested = self.config.user_values(*keys)
         implementation = f"{name} async" if self.served else name
         rule = self.rule("rollout.weights", implementation)
         line = self.tree.line(rule) if rule else None
         if line is None or self.tree.files[f"verl/{rule.path}"] == UNKNOWN:
             return Hop(UNKNOWN, f"{implementation}: not known in verl {self.release.name}", requested)
-        reason = f"{rule.path}:{line}"
-        value, model = self.get(self.rollout_dtype_key), self.get(f"{MODEL}.path")
+        reason, value, model = f"{rule.path}:{line}", self.get(self.rollout_dtype_key), self.get(f"{MODEL}.path")
         dtype = server_dtype(value, model)
         if (name, value, dtype) == ("vllm", "auto", "float16"):
             support = float16_support(model, self.tree.root)
@@ -420,28 +395,14 @@ class DtypeResolver:
         if what == "kv_cache":
             key = f"{kwargs}.kv_cache_dtype"
             value = self.get(key, "auto") if self.reads_engine_kwargs else "auto"
-            requested = self.config.user_values([key])
+            requested = self.config.user_values(key)
             if value == "auto":
                 return Hop(dtype, f"{name}: as the weights are loaded", requested)
             return Hop(KV_SPELLINGS.get(value, server_dtype(value)), f"{key} goes to {name}", requested)
+        if what == "weights" and self.trains_quantized:
+            return Hop("nvfp4", f"{self.engine_node('actor')}.qat", requested)
         extra = self.get(f"{kwargs}.quantization") if self.reads_engine_kwargs else None
-        if what == "weights" and self.trained_quantization:
-            return Hop(self.trained_quantization, f"{self.engine_node('actor')}.qat", requested)
         if what == "weights" and (quantization := self.get(f"{ROLLOUT}.quantization") or extra):
             quantized = "float8_e4m3fn" if quantization == "fp8" else str(quantization)
             return Hop(quantized, "quantized by the server", requested)
         return Hop(dtype, reason, requested)
-
-    def hf_rollout_hop(self, what: str) -> Hop:
-        key = f"{ROLLOUT}.dtype"
-        value = self.get(key)
-
-        def patched() -> str | None:
-            return dtype_name(value) if value in self.tree.precision.roles.REQUESTED_ROLLOUTS else None
-
-        hop = self.decide("rollout.logits", "hf", "actor", patched)
-        if what == "weights" and hop.effective_dtype != UNKNOWN:
-            fsdp2 = self.get("actor_rollout_ref.actor.strategy") == "fsdp2"
-            gathered = self.effective_dtype("actor.compute") if fsdp2 else self.base("actor")
-            return Hop(gathered, "the actor's own, as FSDP gathers them")
-        return replace(hop, requested=self.config.user_values([key]))

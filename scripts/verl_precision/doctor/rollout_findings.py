@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
-from verl_precision.doctor.dtype_rules import GENERATE, SEND, UNKNOWN
+from verl_precision.doctor.dtype_rules import SEND, UNKNOWN
 from verl_precision.doctor.finding import Finding
 from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, server_dtype
 from verl_precision.doctor.trainer_findings import remedy
@@ -23,23 +23,17 @@ SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
 TRUNCATION = "algorithm.rollout_correction.rollout_is_threshold"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 MISMATCH_FREQ = "trainer.mismatch_freq"
-MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
 def requested_dtype(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield a ``rollout.dtype`` that is ignored, that the model decides, or that no server takes."""
-    key, name = f"{ROLLOUT}.dtype", job.tree.name
-    weights, logits = job.dtypes("rollout.weights", "rollout.logits")
-    value, requested = job.get(key), key in job.config.user_keys
-    if job.server == "hf" and logits not in (UNKNOWN, server_dtype(value)) and requested:
-        effect = f"is ignored by the hf rollout of {name}: samples in {logits}"
-        fix = f"{key}={logits}" if job.tree.precision else f"{GENERATE}: {job.tree.apply_command}"
-        yield Finding(key, value, effect, fix, applies=False)
-    elif value == "auto":
+    """Yield a ``rollout.dtype`` that the model decides, or that no server takes."""
+    key, weights = f"{ROLLOUT}.dtype", job.effective_dtype("rollout.weights")
+    value = job.get(key)
+    if value == "auto":
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")
     elif server_dtype(value) not in SPELLINGS:
-        effect = f"is not a dtype that a rollout server takes, and {name} does not check it"
+        effect = f"is not a dtype that a rollout server takes, and {job.tree.name} does not check it"
         yield Finding(key, value, effect, f"{key}=float16")
 
 
@@ -50,9 +44,9 @@ def quantization(job: DtypeResolver) -> Iterator[Finding]:
     weights, computes, cache = job.dtypes("rollout.weights", "rollout.logits", "rollout.kv_cache")
     rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}. "
     rest += "The small mismatch of a regime does not hold"
-    if trained := job.trained_quantization:
+    if job.trains_quantized:
         ignored, mode = (job.get(f"{ROLLOUT}.qat.{key}", []) for key in ("ignore_patterns", "mode"))
-        effect = f"trains on weights rounded to {trained} ({mode}), except {', '.join(ignored)}, and samples from them"
+        effect = f"trains on weights rounded to {weights} ({mode}), except {', '.join(ignored)}, and samples from them"
         yield Finding(f"{job.engine_node('actor')}.qat.enable", True, f"{effect}; {rest}", CORRECT)
         return
     keys = [f"{ROLLOUT}.quantization", f"{ROLLOUT}.engine_kwargs.{job.server}.quantization"]
@@ -63,7 +57,7 @@ def quantization(job: DtypeResolver) -> Iterator[Finding]:
 def kv_cache(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a KV cache in another dtype than the one that the server computes in."""
     dtype, effect = job.effective_dtype("rollout.kv_cache"), job.misread_cache
-    if dtype not in (*SPELLINGS, None, UNKNOWN):
+    if dtype not in (*SPELLINGS, UNKNOWN):
         effect = f"rounds keys and values to {dtype}; the trainer has no cache to round"
     if effect:
         key = f"{ROLLOUT}.engine_kwargs.{job.server}.kv_cache_dtype"
@@ -73,21 +67,24 @@ def kv_cache(job: DtypeResolver) -> Iterator[Finding]:
 def lossy_wire(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a wire that rounds the weights to other 16 bits than the rollout's."""
     if job.wire_is_lossy:
-        wire, weights, key = job.resolve("wire"), job.effective_dtype("rollout.weights"), f"{ROLLOUT}.dtype"
-        dtype = wire.effective_dtype
-        effect = f"gets weights that passed through {dtype} on their way ({wire.reason}): the rollout runs {dtype}'s "
+        key, weights = f"{ROLLOUT}.dtype", job.effective_dtype("rollout.weights")
+        dtype, reason, _ = job.resolve("wire")
+        effect = f"gets weights that passed through {dtype} on their way ({reason}): the rollout runs {dtype}'s "
         fix = remedy(job, "actor", SEND, job.effective_dtype("actor.compute"))
         yield Finding(key, job.get(key), f"{effect}values in {weights}", fix)
 
 
-def router_replay(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield a replay of the routes of the rollout (R3) or of the old log-probabilities (R2) that replays none."""
-    strategy = job.get(f"{ACTOR}.strategy", "fsdp")
+def routers(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a replay of a rollout's routes (R3), or of the old log-probabilities' (R2), that replays none.
+
+    Yield also routers that the trainer keeps in fp32 and the rollout server does not.
+    """
+    strategy, kept = job.strategy("actor"), f"{job.engine_node('actor')}.keep_fp32_modules"
     # Up to 0.7.0 Megatron's worker reads the actor's key; later releases have one for each engine, and 0.7.1 both.
     keys = {f"{ACTOR}.{engine}.router_replay.mode": engine for engine in ("megatron", "veomni")}
     keys[f"{ACTOR}.router_replay.mode"] = "megatron" if job.legacy else "no engine"
     modes = {key: mode for key in keys if (mode := job.get(key)) not in (None, "disabled")}
-    instead = f"{job.engine_node('actor')}.keep_fp32_modules=[model.layers.*.gate] routes both sides in fp32"
+    instead = f"{kept}=[model.layers.*.gate] routes both sides in fp32"
     fix = instead if job.tree.precision and not job.legacy else f"{ACTOR}.strategy=megatron"
     for key, mode in modes.items():
         if keys[key] != strategy:
@@ -98,52 +95,35 @@ def router_replay(job: DtypeResolver) -> Iterator[Finding]:
     if job.get(RECORD) and not any(keys[key] == strategy for key in modes):
         effect = f"returns the routes of the rollout to strategy={strategy}, which replays none"
         yield Finding(RECORD, True, effect, f"{RECORD}=false", applies=False)
-
-
-def routers_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield routers that the trainer keeps in fp32 and the rollout server does not."""
-    key = f"{job.engine_node('actor')}.keep_fp32_modules"
-    routers = [pattern for pattern in job.get(key, []) if any(fnmatchcase(name, pattern) for name in ROUTERS)]
-    if routers and job.tree.precision and job.server != "vllm":
+    patterns = [pattern for pattern in job.get(kept, []) if any(fnmatchcase(name, pattern) for name in ROUTERS)]
+    if patterns and job.tree.precision and job.server != "vllm":
         effect = f"is not followed by {job.server}, whose routers choose other experts in 16 bits"
-        yield Finding(key, routers, effect, f"{ROLLOUT}.name=vllm")
+        yield Finding(kept, patterns, effect, f"{ROLLOUT}.name=vllm")
 
 
-def deterministic_parts(job: DtypeResolver) -> dict[str, bool]:
-    """Return, for each model that the job runs, whether ``full_determinism`` is set for it and its code reads it."""
-    roles = job.used("actor", "ref", "critic")
-    parts = {role: is_requested(job, role) and is_read(job, role) for role in roles}
-    return parts | {"rollout": bool(job.get(DETERMINISM)) and job.server == "vllm"}
+def requested_determinism(job: DtypeResolver) -> dict[str, bool]:
+    """Return, for each role with ``full_determinism``, whether the source of its engine reads that."""
+    read = {}
+    for role in job.used("actor", "ref", "critic"):
+        if job.get(f"{job.engine_node(role)}.full_determinism"):
+            engine = {"engine": "fsdp"}.get(job.implementation(role), job.implementation(role))
+            file = job.tree.root / f"verl/workers/engine/{engine}/transformer_impl.py"  # legacy workers have none
+            read[role] = file.exists() and "full_determinism" in file.read_text()
+    return read
 
 
-def is_requested(job: DtypeResolver, role: str) -> bool:
-    return bool(job.get(f"{job.engine_node(role)}.full_determinism"))
-
-
-def is_read(job: DtypeResolver, role: str) -> bool:
-    """Return whether the engine that runs the role reads its full_determinism, by the tree's source."""
-    implementation = job.implementation(role)
-    engine = "fsdp" if implementation == "engine" else implementation
-    file = job.tree.root / f"verl/workers/engine/{engine}/transformer_impl.py"  # legacy workers have none
-    return file.exists() and "full_determinism" in file.read_text()
-
-
-def unread_determinism(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield each ``full_determinism`` that the code of its role does not read."""
-    for role, applies in deterministic_parts(job).items():
-        if role != "rollout" and is_requested(job, role) and not applies:
+def determinism(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield each ``full_determinism`` that is not read, and what verl's vLLM server does with it."""
+    for role, applies in requested_determinism(job).items():
+        if not applies:
             code = {"worker": "legacy workers"}.get(job.implementation(role), job.implementation(role))
             effect = f"is not read by {job.tree.name}'s {code}"
             yield Finding(f"{job.engine_node(role)}.full_determinism", True, effect, "remove it")
-    if job.get(DETERMINISM) and job.server != "vllm":
-        yield Finding(
-            DETERMINISM, True, f"is not read by {job.tree.name}'s {job.server} server", f"{ROLLOUT}.name=vllm"
-        )
-
-
-def deterministic_rollout(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield what verl's vLLM server does with ``full_determinism``, and where the vLLM beside it cannot."""
-    if not job.get(DETERMINISM) or job.server != "vllm":
+    if not job.get(DETERMINISM):
+        return
+    if job.server != "vllm":
+        effect = f"is not read by {job.tree.name}'s {job.server} server"
+        yield Finding(DETERMINISM, True, effect, f"{ROLLOUT}.name=vllm")
         return
     if (answers := job.get(f"{ROLLOUT}.n", 1)) > 1:
         effect = f"gives all requests of a server one seed: the {answers} answers to a prompt that it samples are equal"
@@ -158,10 +138,14 @@ def deterministic_rollout(job: DtypeResolver) -> Iterator[Finding]:
         yield Finding(DETERMINISM, True, effect, "a vLLM that has it")
 
 
+def measures_mismatch(job: DtypeResolver) -> bool:
+    """Return whether the tree, a patched one, can measure the mismatch in bypass mode."""
+    return (job.tree.root / "verl/utils/mismatch.py").exists()
+
+
 def mismatch_freq(job: DtypeResolver) -> Any:
     """Return the steps between two measurements in bypass mode as the trainer reads them, -1 where nothing does."""
-    measurable = (job.tree.root / MEASURES).exists()
-    return job.config.values["trainer"].get("mismatch_freq", -1) if measurable else -1
+    return job.config.values["trainer"].get("mismatch_freq", -1) if measures_mismatch(job) else -1
 
 
 def bypass_mode(job: DtypeResolver) -> Iterator[Finding]:
@@ -181,8 +165,7 @@ def bypass_mode(job: DtypeResolver) -> Iterator[Finding]:
     if freq < 1:
         hidden = "training/rollout_probs_diff_* (the v1 trainer also rollout_corr/*)"
         effect = f"leaves {hidden} out of the metrics: the rollout's log-probabilities stand in for the trainer's"
-        measurable = (job.tree.root / MEASURES).exists()
-        yield Finding(BYPASS, True, effect, f"{MISMATCH_FREQ}=10" if measurable else f"{BYPASS}=false")
+        yield Finding(BYPASS, True, effect, f"{MISMATCH_FREQ}=10" if measures_mismatch(job) else f"{BYPASS}=false")
 
 
 def sequence_weights(job: DtypeResolver) -> Iterator[Finding]:

@@ -4,10 +4,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from verl_precision.doctor import dtype_rules
-from verl_precision.doctor.config import select
 from verl_precision.doctor.dtype_rules import MEGATRON_ENGINE, UNKNOWN
 from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import MODEL, ROLES, DtypeResolver
+from verl_precision.doctor.resolver import MODEL, ROLES, TRAINED, DtypeResolver
 from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
 from verl_precision.facts.models import ATTENTION, lost_softcap
 from verl_precision.run.prompt_lengths import IGNORED, TRUNCATION, cuts_unasked, ways_to_fit
@@ -18,8 +17,9 @@ MASTERS = {
     "float16": "makes the optimizer's weights and state half precision: AdamW turns them to NaN",
     "bfloat16": "makes the optimizer's weights and state bfloat16: updates below 1/256 of a weight are lost",
 }
-# Of megatron-core's OptimizerConfig. verl's keys of the last three take effect only in bf16.
-OPTIMIZER_DTYPES = ("main_params_dtype", "main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+REDUCES = {"float16": ", where scaled ones overflow sooner", "bfloat16": ", with 8 bits of mantissa"}
+# Of megatron-core's OptimizerConfig; verl's keys of them take effect only in bf16.
+OPTIMIZER_DTYPES = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 # The line of 0.9.1 that sets grad_reduce_in_fp32 for Megatron-Bridge, whose default is false.
 EXPLICIT_REDUCTION = 'override_ddp_config["grad_reduce_in_fp32"] = not use_low_precision_main_grads'
 
@@ -76,116 +76,88 @@ def split_dtypes(job: DtypeResolver) -> Iterator[Finding]:
 
 def low_masters(job: DtypeResolver) -> Iterator[Finding]:
     """Yield masters or gradient reduction of a trained role in less than fp32."""
-    for role in filter(job.on_fsdp, job.used("actor", "critic")):
-        node = job.engine_node(role)
+    for role in filter(job.on_fsdp, job.used(*TRAINED)):
         master, reduce = job.dtypes(f"{role}.master", f"{role}.reduce")
         if master in SIXTEEN_BITS:
-            key = f"{node}.model_dtype"
+            key = f"{job.engine_node(role)}.model_dtype"
             fix = f"{key}=fp32"
             if job.trains_adapters(role):  # which the patch keeps in fp32
                 fix = remedy(job, role, dtype_rules.LORA, job.effective_dtype(f"{role}.compute"))
             yield Finding(key, job.get(key), MASTERS[master], fix)
         if reduce in SIXTEEN_BITS:
-            key = f"{node}.mixed_precision.reduce_dtype"
-            effect = f"sums the {role}'s gradients over the ranks in {reduce}"
-            effect += ", where scaled ones overflow sooner" if reduce == "float16" else ", with 8 bits of mantissa"
+            key = f"{job.engine_node(role)}.mixed_precision.reduce_dtype"
+            effect = f"sums the {role}'s gradients over the ranks in {reduce}{REDUCES[reduce]}"
             yield Finding(key, job.get(key), effect, f"{key}=fp32")
 
 
 def loss_scaling(job: DtypeResolver) -> Iterator[Finding]:
     """Yield fp16 without a loss scaler, settings that nothing reads, a scaler that is neither saved nor reported."""
     name, patch = job.tree.name, dtype_rules.SCALER
-    for role in filter(job.on_fsdp, job.used("actor", "critic")):
+    for role in filter(job.on_fsdp, job.used(*TRAINED)):
         scaler, node, fix = job.scaler(role), job.engine_node(role), remedy(job, role, patch, "float16")
+        if scaler and scaler["saved"]:
+            continue
+        why = "its scaler's settings are fixed" if scaler else "the loss is not scaled"
         for key in sorted(key for key in job.config.user_keys if key.startswith(f"{node}.grad_scaler")):
-            if scaler is None or not scaler["saved"]:
-                why = "the loss is not scaled" if scaler is None else "its scaler's settings are fixed"
-                value = select(job.config.values, key)
-                yield Finding(key, value, f"is ignored by {name}: {why}", fix, applies=False)
-        if scaler is None and "float16" in job.dtypes(f"{role}.compute", f"{role}.autocast"):
-            key, value = next(iter(job.requested_dtypes(role).items()), (f"{node}.dtype", "float16"))
-            effect = f"puts the {role} into fp16 without a loss scaler: small gradients vanish, no overflow is skipped"
-            yield Finding(key, value, effect, fix)
-        elif scaler is not None and not scaler["saved"]:
+            yield Finding(key, job.get(key), f"is ignored by {name}: {why}", fix, applies=False)
+        if scaler:
             lacks = "by fixed settings and neither saves the scale nor reports it or a skipped step"
             effect = f"is not a key of {name}, which scales the {role}'s loss {lacks}"
             fix = f"{patch}, {dtype_rules.SAVED}, {dtype_rules.COUNTED}: {job.tree.apply_command}"
             yield Finding(f"{node}.grad_scaler", None, effect, fix)
+        elif "float16" in job.dtypes(f"{role}.compute", f"{role}.autocast"):
+            key, value = next(iter(job.requested_dtypes(role).items()), (f"{node}.dtype", "float16"))
+            effect = f"puts the {role} into fp16 without a loss scaler: small gradients vanish, no overflow is skipped"
+            yield Finding(key, value, effect, fix)
 
 
-def on_megatron(job: DtypeResolver) -> list[str]:
-    return [role for role in job.used("actor", "critic") if job.implementation(role) == "megatron"]
-
-
-def megatron_overflow(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield Megatron's loss scaler, at whose first overflow upstream ends the run."""
-    for role in on_megatron(job):
-        fixed = job.tree.precision and not job.legacy
-        if not fixed and job.effective_dtype(f"{role}.compute") == "float16":
-            key = f"{job.engine_node(role)}.dtype"
-            patch = f"{dtype_rules.SKIP}: {job.tree.apply_command}"
-            fix = f"{ROLES[role]}.strategy=fsdp" if job.legacy else patch
-            yield Finding(key, job.get(key), "ends the run at the first overflow with a NotImplementedError", fix)
-
-
-def megatron_reduction(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield gradients that are summed over the ranks in 16 bits, and the key, or the missing key, that decides it."""
-    for role in on_megatron(job):
+def megatron(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield an overflow at which the run ends, gradients summed in 16 bits, and dtypes of the optimizer's state."""
+    for role in (role for role in job.used(*TRAINED) if job.implementation(role) == "megatron"):
         node, optim = job.engine_node(role), f"{ROLES[role]}.optim"
+        compute, aware = job.effective_dtype(f"{role}.compute"), job.get(f"{optim}.use_precision_aware_optimizer")
+        if compute == "float16" and (job.legacy or not job.tree.precision):
+            key, effect = f"{node}.dtype", "ends the run at the first overflow with a NotImplementedError"
+            patch = f"{dtype_rules.SKIP}: {job.tree.apply_command}"
+            yield Finding(key, job.get(key), effect, f"{ROLES[role]}.strategy=fsdp" if job.legacy else patch)
         key, grads = f"{node}.override_ddp_config.grad_reduce_in_fp32", f"{optim}.main_grads_dtype"
-        effect = f"sums the {role}'s gradients over the ranks in {job.effective_dtype(f'{role}.compute')}"
-        lowered = job.get(grads, "fp32") not in SPELLINGS["float32"]  # read in any dtype
+        effect = f"sums the {role}'s gradients over the ranks in {compute}"
         if job.get(key) is False:
             yield Finding(key, False, effect, f"{key}=true")
-        elif job.get(key):
-            continue
-        elif job.get(f"{optim}.use_precision_aware_optimizer") and lowered:
+        elif not job.get(key) and aware and job.get(grads, "fp32") not in SPELLINGS["float32"]:  # read in any dtype
             yield Finding(grads, job.get(grads), effect, f"{grads}=fp32")
-        elif job.get(f"{node}.use_mbridge") and job.get(f"{node}.vanilla_mbridge") is False:
-            engine = job.tree.root / "verl" / MEGATRON_ENGINE
-            if EXPLICIT_REDUCTION not in engine.read_text():
+        elif not job.get(key) and job.get(f"{node}.use_mbridge") and job.get(f"{node}.vanilla_mbridge") is False:
+            if EXPLICIT_REDUCTION not in (job.tree.root / "verl" / MEGATRON_ENGINE).read_text():
                 unset = f"is not set, and Megatron-Bridge's default {effect}"
                 yield Finding(key, None, unset, f"+{key}=true")
+        for name in OPTIMIZER_DTYPES:
+            key = f"{optim}.{name}"
+            value, fix = job.get(key, "fp32"), f"{key}=fp32"
+            if value in SPELLINGS["float32"]:
+                continue
+            if not aware:
+                effect = f"is not read without {optim}.use_precision_aware_optimizer=true"
+                yield Finding(key, value, effect, fix, applies=False)
+            elif compute == "float16":
+                effect = "is not read by the optimizer of an fp16 trainer, which keeps float32"
+                yield Finding(key, value, effect, fix, applies=False)
+            elif name != "main_grads_dtype":
+                yield Finding(key, value, f"stores AdamW's moments of the {role} in 16 bits", fix)
 
 
-def megatron_optimizer(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield dtypes of the optimizer that are refused, not read, or that store its state in 16 bits."""
-    for role, name in ((role, name) for role in on_megatron(job) for name in OPTIMIZER_DTYPES):
-        optim = f"{ROLES[role]}.optim"
-        key, override = f"{optim}.{name}", f"{optim}.override_optimizer_config.{name}"
-        if value := job.get(override):
-            effect = "reaches the optimizer as text, where it expects a dtype of torch"
-            yield Finding(override, value, effect, f"remove it: the default of {name} is float32")
-        if (value := job.get(key, "fp32")) in SPELLINGS["float32"]:
-            continue
-        if not job.get(f"{optim}.use_precision_aware_optimizer"):
-            effect = f"is not read without {optim}.use_precision_aware_optimizer=true"
-            yield Finding(key, value, effect, f"{key}=fp32", applies=False)
-        elif job.effective_dtype(f"{role}.compute") == "float16":
-            effect = "is not read by the optimizer of an fp16 trainer, which keeps float32"
-            yield Finding(key, value, effect, f"{key}=fp32", applies=False)
-        elif name.startswith("exp_avg"):
-            yield Finding(key, value, f"stores AdamW's moments of the {role} in 16 bits", f"{key}=fp32")
-
-
-def ref_beside_actor(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield a ref that computes in another dtype than the actor."""
-    actor, ref = job.dtypes("actor.compute", "ref.compute")
+def roles_beside_the_actor(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a ref or, where no dtype was requested for it, a critic that computes in another dtype than the actor."""
+    actor, ref, critic = job.dtypes("actor.compute", "ref.compute", "critic.compute")
+    requested = job.requested_dtypes("actor")
     if job.uses("ref") and UNKNOWN not in (actor, ref) and actor != ref:
         role_dtype, engine_dtype, param_dtype = job.dtype_keys("ref")
-        requested = job.requested_dtypes("ref") or job.requested_dtypes("actor") or {engine_dtype: ref}
-        key, value = next(iter(requested.items()))
+        key, value = next(iter((job.requested_dtypes("ref") or requested or {engine_dtype: ref}).items()))
         fix = f"{role_dtype}={actor}" if job.tree.precision else f"+{param_dtype}={actor}"
         effect = f"leaves the actor in {actor} beside a ref in {ref}: their KL is not that of the policies"
         yield Finding(key, value, effect, fix)
-
-
-def critic_beside_actor(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield an actor's dtype that does not reach the critic, where none was requested for the critic."""
-    actor, critic = job.dtypes("actor.compute", "critic.compute")
     if not job.uses("critic") or job.requested_dtypes("critic") or UNKNOWN in (actor, critic) or actor == critic:
         return
-    for key, value in job.requested_dtypes("actor").items():
+    for key, value in requested.items():
         if value is not None and actor in full_names([value]):
             rule = job.rule("critic.compute", job.implementation("critic"))
             fix = f"{job.engine_node('critic')}.dtype={value}"

@@ -1,6 +1,5 @@
 """Identify the verl that a job would run on by its files; only its precision module is imported."""
 
-import itertools
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ from verl_precision.patch.target import opened
 from verl_precision.patch.wheels import wheel
 from verl_precision.paths import REPO
 
-COUNTER = itertools.count()  # one name for each tree: the modules of several are in use at once
 RULE_FILES = sorted({f"verl/{path}" for rule in RULES for path in (rule.path, rule.hook) if path})
 
 
@@ -35,8 +33,7 @@ class Tree:
         state: patched, unpatched or foreign.
         stack: the id of the stack that is applied.
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
-        advice: what `make status` reports of a foreign tree, and what to do; else empty.
-        apply_command: the command that applies the stack, or applies it again.
+        advice: what `make status` reports of a foreign tree; else empty.
         missing_fixes: the patches of the series ``fixes``, where only ``precision`` is applied.
     """
 
@@ -46,9 +43,9 @@ class Tree:
     state: str
     stack: str | None
     files: Mapping[str, str]
-    advice: str = ""
-    apply_command: str = ""
-    missing_fixes: frozenset[str] = frozenset()
+    advice: str
+    apply_command: str
+    missing_fixes: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -65,13 +62,10 @@ class Tree:
         """The tree's own ``verl.utils.precision``, None where it has none. Imports torch."""
         if precision_file(self.root) is None:
             return None
-        return load_precision(self.root, f"precision_of_tree_{next(COUNTER)}")
+        return load_precision(self.root, f"precision_of_tree_{id(self)}")  # the modules of several are in use at once
 
     def line(self, rule: Rule) -> int | None:
-        """Return the number of the line that a rule quotes, in the file as the wheel ships it.
-
-        Where the table has no lines of the release itself: the nearest that contains the text, None where none does.
-        """
+        """Return the number of the line that a rule quotes; where the table has none, of the nearest with its text."""
         number = rule.lines[self.table]
         if self.table == self.release.name:
             return number
@@ -101,6 +95,7 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     else:
         files = compare_files(blobs, own)
     only_precision = state == "patched" and status.series == "precision"
+    fixes = {patch.name.removesuffix(".patch") for patch in stack.patches if only_precision and patch.fixes}
     return Tree(
         root=found.root,
         release=stack.release,
@@ -110,17 +105,12 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         files=files,
         advice=f"{status.state}: {status.detail}" if state == "foreign" else "",
         apply_command=apply_command(found.root, status.series),
-        missing_fixes=frozenset(
-            patch.name.removesuffix(".patch") for patch in stack.patches if only_precision and patch.fixes
-        ),
+        missing_fixes=frozenset(fixes),
     )
 
 
 def table_release(release: Release, releases: Mapping[str, Release]) -> str:
-    """Return the release whose lines of the table apply: itself, or the one that it was ported from, and so on.
-
-    Without such a release it is the release itself, for which the table has no rule.
-    """
+    """Return the release whose lines of the table apply: itself, or the one that it was ported from, and so on."""
     name = release.name
     while name not in KNOWN and name in releases and releases[name].ported_from:
         name = releases[name].ported_from

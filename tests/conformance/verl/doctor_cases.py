@@ -27,7 +27,7 @@ from harness import OUT, RELEASE, REWARD_MODEL, VERL, Worker, batch, reward_work
 from hydra import compose, initialize_config_dir
 from observations import name, watch
 from omegaconf import OmegaConf
-from rollout_cases import SAMPLED, leaves, sampled
+from rollout_cases import leaves
 from support.parsed_once import yaml_parsed_once
 from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -89,7 +89,7 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
         hops["base"] = by_training[False]
     scaler = settings(worker.scaler) if role != "ref" else None
     # Sharding managers import a vLLM that has no CPU build.
-    if role == "actor" and not RELEASE.has("sharding_manager") and "hf" not in given.more:
+    if role == "actor" and not RELEASE.has("sharding_manager"):
         hops["wire"] = leaves(worker)
     observed = watch(worker.module)
     with refused_in(role):
@@ -99,10 +99,7 @@ def observe_role(role: str, given: Given, config) -> tuple[dict, dict | None]:
         updates(role, worker, hops, scaler)
     if "saved" in given.more:
         saved(worker, hops, scaler)
-    if "hf" in given.more:
-        observed = sampled(config)
-        hops |= {"rollout.weights": observed["weight"], "rollout.logits": observed["logits"]}
-    return {key if key in ALONE or "." in key else f"{role}.{key}": value for key, value in hops.items()}, scaler
+    return {key if key in ALONE else f"{role}.{key}": value for key, value in hops.items()}, scaler
 
 
 def hops_of(observed: dict[str, str]) -> dict[str, str]:
@@ -167,7 +164,7 @@ def overrides(given: Given) -> list[str]:
         words += REWARD_MODEL
         if RELEASE.has("reward_loop"):
             words.append("reward_model.use_reward_loop=false")  # else it would run as a server
-    return [*usual(harness.STRATEGY), *words, *(SAMPLED if "hf" in given.more else [])]
+    return [*usual(harness.STRATEGY), *words]
 
 
 def observe(given: Given) -> dict:

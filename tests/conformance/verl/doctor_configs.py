@@ -16,7 +16,7 @@ class Given:
         overrides: ``{critic}`` is replaced by the prefix of the critic engine's keys in the release.
         roles: the roles whose workers are built, those that the overrides affect.
         releases: the releases that it is tested on.
-        more: further observations of the actor: its save (``saved``), the hf rollout (``hf``).
+        more: further observations of the actor: its save (``saved``).
     """
 
     overrides: str
@@ -89,9 +89,6 @@ CONFIGS = {
     "rollout_alone_fsdp2": Given(f"{ROLLOUT}.dtype=float16 {ACTOR}.strategy=fsdp2", ALONE),  # 0.8.0's wire
     "rollout_auto": Given(f"{ROLLOUT}.dtype=auto", ()),
     "rollout_banana": Given(f"{ROLLOUT}.dtype=banana", ()),
-    "hf_rollout": Given(f"{ROLLOUT}.name=hf +precision=fp16", ALONE, having("hf_rollout"), ("hf",)),
-    "hf_rollout_alone": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=float16", ALONE, having("hf_rollout"), ("hf",)),
-    "hf_rollout_auto": Given(f"{ROLLOUT}.name=hf {ROLLOUT}.dtype=auto", ALONE, having("hf_rollout"), ("hf",)),
     # The loss scaler.
     "grad_scaler": Given(f"+precision=fp16 {ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
     "grad_scaler_forced": Given(f"++{ACTOR}.{FSDP}.grad_scaler.init_scale=1024", ALONE),
@@ -142,7 +139,6 @@ COVERS = {
     "lora_base_in_fp16": "the frozen base under LoRA adapters",
     "rollout_alone_fsdp2": "the wire of shards to an fp16 rollout",
     "rollout_auto": "the rollout's own spellings",
-    "hf_rollout": "the rollout that samples from the actor's module",
     "grad_scaler": "the loss scaler's settings",
     "model_engine": "the model engine under legacy workers: the critic's",
     "model_engine_in_fp16": "its refusal of fp16",

@@ -88,10 +88,14 @@ def verdict(dtypes: dict[str, str], rollout: str, verdict: str) -> list[str]:
 
 
 def refusals(recorded: list[dict], refused: str | None) -> list[str]:
-    """Return a line where the doctor misses a refusal, or words a driver's one-line refusal differently."""
+    """Return a line where the doctor misses a refusal, or words a driver's one-line refusal differently.
+
+    It leaves out a field that a dataclass of verl lacks, which verl refuses at once and by its name.
+    """
+    recorded = [each for each in recorded if "unexpected keyword argument" not in each["text"]]
     if refused is None:
         return [f"{each['where']} refuses: {each['type']}: {each['text']}" for each in recorded]
-    first = recorded[0]
-    if first["where"] == "driver" and first["text"] not in refused:
+    first = recorded[0] if recorded else None
+    if first and first["where"] == "driver" and first["text"] not in refused:
         return [f"the driver refuses by other words: {first['text']!r}, not {refused!r}"]
     return []

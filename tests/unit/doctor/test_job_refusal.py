@@ -108,7 +108,7 @@ def test_mixtral_is_refused_where_fsdp_sends_it(engine, refused, tmp_path):
     assert [each.key for each in findings if "is a mixtral model" in each.effect] == [MODEL] * refused
 
 
-def test_models_are_judged_by_the_installed_sources(tmp_path, monkeypatch):
+def test_models_are_judged_by_the_installed_sources(tmp_path):
     kv_heads = {"num_key_value_heads": 2}
     for config, ends in (
         ({"model_type": "gpt2"}, True),
@@ -123,8 +123,6 @@ def test_models_are_judged_by_the_installed_sources(tmp_path, monkeypatch):
     assert "kv_lora_rank=32, qk_rope_head_dim=16" in latent_attention(small, vllm)
     assert latent_attention(small | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, vllm) is None
     assert latent_attention({"model_type": "qwen2"}, vllm) is None
-    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
-    assert latent_attention(small, vllm) is None
     mixtral = {"model_type": "mixtral"}
     assert "whose experts transformers 5." in mixtral_weights(mixtral, vllm, SITE)
     assert mixtral_weights({"model_type": "qwen3_moe"}, vllm, SITE) is None

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from verl_precision.commands import doctor
-from verl_precision.doctor.live import actor_models, diagnose_live, is_verl_actor, model_dtypes
+from verl_precision.doctor.live import ACTOR, actor_models, diagnose_live, model_dtypes
 from verl_precision.errors import Refused
 
 HOPS = ("actor.compute", "actor.autocast", "wire", "rollout.weights")
@@ -25,7 +25,7 @@ def rollout(dtype: str = "float16") -> dict:
 
 def config(dtype: str = "bfloat16", verdict: str = "agree", **other: str | None) -> dict:
     hops = dict.fromkeys(HOPS, dtype) | other
-    return {"hops": hops, "verdict": verdict, "deterministic": {"actor": True, "rollout": False}}
+    return {"hops": hops, "verdict": verdict}
 
 
 def diagnosed(*models: dict, silent: tuple[str, ...] = (), static: dict | None = None) -> dict:
@@ -62,16 +62,12 @@ def test_dtype_that_differs_from_the_config_is_a_finding():
         assert diagnosed(actor(dtype="bfloat16"), rollout(), static=static)["verdict"] == verdict
 
 
-def test_quantized_server_and_determinism_are_compared_with_the_config():
-    server = rollout("bfloat16") | {"weights": "fp8", "logits": "bfloat16", "kv_cache": "fp8", "deterministic": False}
-    trainer = actor(dtype="bfloat16", deterministic=True)
+def test_quantized_server_is_compared_with_the_config():
+    server = rollout("bfloat16") | {"weights": "fp8", "logits": "bfloat16", "kv_cache": "fp8"}
     asked = config(verdict="asked", **dict.fromkeys(("rollout.weights", "rollout.kv_cache"), "float8_e4m3fn"))
-    diagnosis = diagnosed(trainer, server, static=asked)
+    diagnosis = diagnosed(actor(dtype="bfloat16"), server, static=asked)
     assert (diagnosis["verdict"], diagnosis["findings"]) == ("asked", [])
-    assert diagnosis["deterministic"] == {"actor": True, "rollout": False}
-    diagnosis = diagnosed(trainer, actor(1, dtype="bfloat16", deterministic=False), server, static=asked)
-    assert diagnosis["findings"][0]["effect"] == "in the workers, True by this config"
-    assert "deterministic" not in doctor.live_text(diagnosis).replace("full_determinism", "")
+    assert "asked: 2 models of the running job" in doctor.live_text(diagnosis)
 
 
 def test_missing_answer_makes_the_verdict_unknown():
@@ -90,7 +86,7 @@ def test_fixed_autocast_is_that_of_the_config():
 def test_workers_and_servers_of_verl_are_recognized_by_name():
     names = ["k2SxYfWorkerDict_0:0", "actor_rollout_refActorRolloutRefWorker_1:7", "abcCriticWorker_0:3"]
     others = ["agent_loop_worker_0", "TransferQueueController", "register_center", "WorkerDict"]
-    assert [name for name in [*names, "vllm_server_0_0", *others] if is_verl_actor(name)] == [*names, "vllm_server_0_0"]
+    assert [name for name in [*names, "vllm_server_0_0", *others] if ACTOR.search(name)] == [*names, "vllm_server_0_0"]
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ FACTS = {
     ),
     "engine_policy": lambda release, wheel: wheel.matches("workers/engine_workers.py"),
     "engine_dtype": lambda release, wheel: wheel.matches("trainer/config/engine/fsdp.yaml", r"^dtype:"),
-    "hf_rollout": lambda release, wheel: decides(release, "rollout.logits", "hf"),
+    "hf_rollout": lambda release, wheel: wheel.matches("workers/fsdp_workers.py", r"HFRollout\("),
     "sync_rollout": lambda release, wheel: decides(release, "rollout.weights", "vllm"),
     "server_engine_kwargs": lambda release, wheel: wheel.matches(
         "workers/rollout/vllm_rollout/vllm_async_server.py", "engine_kwargs"

@@ -9,6 +9,7 @@ take a fixed few.
 """
 
 import os
+import shutil
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import NoReturn
 
 from verl_precision import cli
 from verl_precision.commands import setup_env
-from verl_precision.doctor.interpreter import find_interpreter
+from verl_precision.doctor.interpreter import environment_python
 from verl_precision.errors import Refused
 from verl_precision.paths import PACKAGE, PROGRAM, REPO, SCRIPTS
 from verl_precision.spelling import MADE, PATCHING, TARGETS, arguments
@@ -48,7 +49,7 @@ def chosen_device(name: str, values: dict[str, str]) -> str:
 def interpreter(name: str, values: Mapping[str, str], device: str, python: str | None, typed: bool = False) -> str:
     """Return the Python to run a target in, and set its environment up unless it is up to date.
 
-    The doctor runs in the Python of VERL, or in PYTHON; if that was ``typed``, as a word of make, only there.
+    The doctor runs in PYTHON, if that was ``typed`` as a word of make, else in the Python of VERL's environment.
     """
     environment = setup_env.ENVIRONMENTS[device]
     if not TARGETS[name].environment:  # the tree is by default that of the environment, if there is one
@@ -58,12 +59,11 @@ def interpreter(name: str, values: Mapping[str, str], device: str, python: str |
         verl = Path(values["VERL"]) if "VERL" in values else None
         if verl and not verl.is_dir():
             raise Refused(f"VERL={verl} is not a folder; give a checkout of verl, an unpacked release or site-packages")
-        instead = "leave PYTHON out" if typed else ""
-        if verl and not typed and not environment.ready:
-            instead = f"set {environment.folder} up ({environment.cost}): make setup"
-        if found := find_interpreter(verl, python, instead):
+        found = shutil.which(python) if typed else verl and environment_python(verl)
+        if typed and not found:
+            raise Refused(f"PYTHON={python}: no such program")
+        if found:
             return found
-        # PYTHON is the Python to run in, not one to make .venv with
         advice = "the doctor also runs in PYTHON= with hydra-core and omegaconf, and torch if that verl is patched"
         return str(setup_env.setup(device, None, advice, patch=verl is None))  # another verl is examined
     if name == "mutants":

@@ -8,12 +8,12 @@ differ without a request for it, this verl refuses the config, a dtype is unknow
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
-from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.hardware import hardware_lines
+from verl_precision.doctor.findings import Finding
 from verl_precision.doctor.interpreter import missing
 from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
@@ -23,8 +23,13 @@ from verl_precision.facts.packages import check_packages, package_folder
 from verl_precision.parser import Parser, folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree
+from verl_precision.run.presets import GUIDE
 from verl_precision.spelling import spelled
 from verl_precision.words import gpu_present, shell_words
+
+# The hops in whose dtype a GPU multiplies.
+COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute", "rollout.weights")
+LEAST_CAPABILITY = (8, 0)  # vLLM's documents; older GPUs get no batch-invariant matrix multiplication, and no error
 
 
 def examined(verl: Path | None) -> Tree:
@@ -46,6 +51,21 @@ def hop_table(hops: Mapping[str, Hop]) -> str:
         rows.append((name, ", ".join(map(str, requested.values())) or "-", dtype or "-", reason))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def hardware_lines(gpus: tuple[Gpu, ...], hops: Mapping[str, Hop], deterministic: bool) -> list[str]:
+    """Return a line for each kind of GPU: what it computes natively, and which of the job's dtypes it emulates."""
+    in_bf16 = [name for name in COMPUTING if hops[name].effective_dtype == "bfloat16"]
+    lines = []
+    for gpu, count in Counter(gpus).items():
+        line = f"{f'{count} x ' if count > 1 else ''}{gpu}: fp16 and fp32 native, bf16 "
+        line += "native" if gpu.bf16 else "emulated in fp32"
+        if in_bf16 and not gpu.bf16:
+            line += f"; {', '.join(in_bf16)} in bf16, which is slow there, and vLLM refuses it: +precision=fp16"
+        if deterministic and gpu.capability < LEAST_CAPABILITY:
+            line += "; vLLM has batch-invariant kernels from sm80 on"
+        lines.append(line + ("" if gpu.kernels else f"; the torch of this Python has no kernels for it: {GUIDE}"))
+    return lines
 
 
 def text(diagnosis: Diagnosis, gpus: tuple[Gpu, ...] = ()) -> str:
@@ -87,11 +107,9 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = Parser("verl-precision doctor", __doc__)
     parser.add_argument("--verl", type=folder, metavar="DIR", help="a checkout, an unpacked release or site-packages")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    live = "query running workers: of RAY_ADDRESS, else of this machine's cluster"
-    parser.add_argument("--live", action="store_true", help=live)
+    parser.add_argument("--live", action="store_true", help="query running workers: of RAY_ADDRESS, or on this machine")
     parser.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="main_ppo's --config-name")
-    args = "further overrides in one string, as make passes them"
-    parser.add_argument("--args", default="", metavar="WORDS", help=args)
+    parser.add_argument("--args", default="", metavar="WORDS", help="further overrides in one string, as of make")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="an override of main_ppo")
     options = parser.parse_overrides(words)
     return options, [*shell_words("ARGS", options.args), *options.overrides]
@@ -109,7 +127,7 @@ def main(words: list[str]) -> int:
         found = diagnose_live(*query_job(), HOPS, static)
     else:
         gpus = find_gpus() if gpu_present() and package_folder("torch") else ()
-        diagnosis = diagnose(examined(args.verl), overrides, args.config_name, gpus)
+        diagnosis = diagnose(examined(args.verl), overrides, args.config_name)
         found = diagnosis.json(gpus)
     if args.json:
         print(spelled(json.dumps(found, indent=2)))

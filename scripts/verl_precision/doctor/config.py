@@ -3,14 +3,11 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from verl_precision.errors import Refused
 from verl_precision.facts.compose import Uncomposable, compose_config, compose_defaults
 from verl_precision.paths import CONFIGS
-
-if TYPE_CHECKING:
-    from hydra.core.override_parser.types import Override
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,8 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
         Refused: the words are no overrides, or there is no such config.
         Uncomposable: the overrides do not fit this verl's configuration.
     """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
     from omegaconf import OmegaConf
 
     main = root / "verl/trainer/config"
@@ -67,7 +66,11 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
     folder = next((each for each in homes if (each / f"{config_name}.yaml").exists()), None)
     if folder is None:
         raise Refused(f"--config-name={config_name}: {main} has no {config_name}.yaml")
-    parsed, words = parse_overrides(overrides), list(overrides)
+    words = list(overrides)
+    try:
+        parsed = OverridesParser.create().parse_overrides(words)
+    except HydraException as error:
+        raise Refused(f"ARGS: {Uncomposable(error)}; give overrides of main_ppo: key=value") from error
     own_groups = {group.name for group in CONFIGS.iterdir()} - {"precision"}
     search_path = [path for each in parsed if each.key_or_group == "hydra.searchpath" for path in each.value()]
     if not search_path:
@@ -83,21 +86,6 @@ def load_config(root: Path, overrides: Sequence[str], config_name: str = "ppo_tr
         if not each.is_delete() and not each.key_or_group.startswith("hydra"):
             user_keys |= set(leaves(each.value(), each.key_or_group))
     return JobConfig(values, frozenset(user_keys), frozenset(added - groups))
-
-
-def parse_overrides(overrides: Sequence[str]) -> "list[Override]":
-    """Parse words by Hydra's grammar of overrides.
-
-    Raises:
-        Refused: one of them is none.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise Refused(f"ARGS: {Uncomposable(error)}; give overrides of main_ppo: key=value") from error
 
 
 def group_keys(groups: set[str], words: Sequence[str], config_name: str, folders: Sequence[Path]) -> set[str]:

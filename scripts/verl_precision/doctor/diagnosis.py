@@ -4,17 +4,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from verl_precision.doctor.batch_sizes import uneven_batches
+from verl_precision.doctor import refusals
 from verl_precision.doctor.config import leaves, load_config
 from verl_precision.doctor.dtype_rules import UNKNOWN
-from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.findings import FINDINGS
-from verl_precision.doctor.hardware import preset_finding
-from verl_precision.doctor.model_support import float16_doubts, float16_refusals, unsupported_models
-from verl_precision.doctor.refusals import refusal, unavailable, unknown_keys
+from verl_precision.doctor.findings import DETERMINISM, FINDINGS, Finding, full_names, requested_determinism
 from verl_precision.doctor.resolver import HOPS, ROLLOUT, TRAINED, DtypeResolver, Hop
-from verl_precision.doctor.rollout_findings import DETERMINISM, requested_determinism
-from verl_precision.doctor.trainer_findings import full_names
 from verl_precision.doctor.tree import Tree
 from verl_precision.facts.compose import Uncomposable
 from verl_precision.facts.gpus import Gpu
@@ -26,9 +20,7 @@ class Diagnosis:
 
     Args:
         verdict: agree, asked, ignored, differ, refused or unknown.
-        sentence: the verdict in one sentence.
         refused: the line with which this verl would refuse the configuration.
-        hops: by name, in the order of HOPS.
         scaler: the settings of the loss scalers of actor and critic; None where the loss is not scaled.
         deterministic: for each model, whether full_determinism reaches it.
     """
@@ -49,14 +41,10 @@ class Diagnosis:
 
     def json(self, gpus: Sequence[Gpu] = ()) -> dict:
         """Return the content of ``doctor --json`` on a machine with these GPUs."""
-        release, foreign = self.tree.release.name, self.tree.state == "foreign"
+        tree, name = self.tree, self.tree.release.name
+        release, nearest = (None, name) if tree.state == "foreign" else (name, None)
         return {
-            "verl": {
-                "release": None if foreign else release,
-                "state": self.tree.state,
-                "stack": self.tree.stack,
-                "nearest": release if foreign else None,
-            },
+            "verl": {"release": release, "state": tree.state, "stack": tree.stack, "nearest": nearest},
             "hops": {name: hop.effective_dtype for name, hop in self.hops.items()},
             "scaler": dict(self.scaler),
             "deterministic": dict(self.deterministic),
@@ -68,16 +56,12 @@ class Diagnosis:
         }
 
 
-def diagnose(
-    tree: Tree, overrides: Sequence[str], config_name: str = "ppo_trainer", gpus: tuple[Gpu, ...] = ()
-) -> Diagnosis:
-    """Diagnose a job with these overrides on this tree, for a machine with these GPUs, without running it.
+def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_trainer") -> Diagnosis:
+    """Diagnose a job with these overrides on this tree, without running it.
 
     Raises:
         Refused: the words are no overrides, or there is no such config.
     """
-    if finding := preset_finding(gpus, overrides):
-        return Diagnosis(tree, "refused", f"{finding.sentence}.", (finding,), finding.sentence)
 
     def refused(line: str, *findings: Finding) -> Diagnosis:
         return Diagnosis(tree, "refused", f"{tree.title}, refuses this config: {line}", findings, line)
@@ -86,15 +70,15 @@ def diagnose(
         job = DtypeResolver(tree, load_config(tree.root, overrides, config_name))
     except Uncomposable as error:
         known = list(leaves(load_config(tree.root, [], config_name).values))
-        return refused(str(error), *unknown_keys(tree, str(error), overrides, known))
-    if findings := list(unavailable(job)):
+        return refused(str(error), *refusals.unknown_keys(tree, str(error), overrides, known))
+    if findings := list(refusals.unavailable(job)):
         return refused(findings[0].sentence, *findings)
-    if line := refusal(job):
-        return refused(line, *unknown_keys(tree, line, overrides, []))
-    for ends in (unsupported_models, uneven_batches, float16_refusals):
+    if line := refusals.refusal(job):
+        return refused(line, *refusals.unknown_keys(tree, line, overrides, []))
+    for ends in (refusals.unsupported_models, refusals.uneven_batches, refusals.float16_refusals):
         if findings := list(ends(job)):
             return refused(findings[0].sentence, *findings)
-    doubts = tuple(float16_doubts(job))
+    doubts = tuple(refusals.float16_doubts(job))
     findings = (*(finding for find in FINDINGS for finding in find(job)), *doubts)
     verdict, sentence = judge(job)
     sentence += "".join(f" {doubt.sentence}." for doubt in doubts)

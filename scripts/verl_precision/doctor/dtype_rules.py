@@ -6,6 +6,7 @@ ported from (``ported_from`` in versions.toml), wherever its files contain the q
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 UNKNOWN = "unknown"
 
@@ -23,8 +24,7 @@ SKIP = "megatron-skip-an-overflow"
 LORA = "fsdp-train-lora-over-a-frozen-16-bit-base"
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A key that decides where it is set. With ``default``, where its node is set: its value then, or the default.
 
     Without a leading ``actor_rollout_ref`` it is below the engine of the rule's role.
@@ -34,16 +34,14 @@ class Key:
     default: str = ""
 
 
-@dataclass(frozen=True)
-class Fixed:
+class Fixed(NamedTuple):
     """A dtype that the code itself names; with ``sharded``, only for sharded weights: FSDP1 on one worker has none."""
 
     dtype: str
     sharded: bool = False
 
 
-@dataclass(frozen=True)
-class SameAs:
+class SameAs(NamedTuple):
     """The dtype of another hop; a role's ``base`` is its master without LoRA."""
 
     hop: str
@@ -90,7 +88,7 @@ SHARDS = (Fixed("bfloat16", sharded=True), BASE)
 POLICY, TRAINED = ("actor", "ref"), ("actor", "critic")
 
 WORKERS, DP_ACTOR, DP_CRITIC = "workers/fsdp_workers.py", "workers/actor/dp_actor.py", "workers/critic/dp_critic.py"
-ENGINE, OLD_ENGINE = "workers/engine/fsdp/transformer_impl.py", "workers/engine/fsdp/engine_impl.py"
+ENGINE = "workers/engine/fsdp/transformer_impl.py"
 MEGATRON, MEGATRON_ENGINE = "workers/megatron_workers.py", "workers/engine/megatron/transformer_impl.py"
 VLLM_SPMD = "workers/rollout/vllm_rollout/vllm_rollout_spmd.py"
 VLLM_SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
@@ -134,20 +132,14 @@ RULES = (
          (BF16,), COMPUTE),
     Rule("reward_model.compute", "worker", WORKERS, "0.4.1:1300 0.5.0:1443 0.6.0:1693 0.6.1:1728 0.7.0:1788",
          "torch.autocast(device_type=device_name, dtype=torch.bfloat16)", (BF16,), SCORE),
-    # The model engine. With use_legacy_worker_impl=disable: the critic's from 0.5.0, all from 0.7.0; always from 0.8.0.
-    Rule("critic.master", "engine", OLD_ENGINE, "0.5.0:208",
-         'self.config.model.fsdp_config.get("model_dtype", "fp32")', (MASTER, FP32)),
+    # The model engine. With use_legacy_worker_impl=disable: the critic's from 0.6.0, all from 0.7.0; always from 0.8.0.
     Rule("{role}.master", "engine", ENGINE, "0.6.0:189 0.6.1:189 0.7.0:201 0.7.1:219 0.8.0:234 0.9.0:239 0.9.1:258",
          ENGINE_LOADED, (MASTER, FP32), roles=TRAINED),
     Rule("{role}.adapters", "engine", ENGINE, "0.9.0:362 0.9.1:381", "param.data = param.data.to(base_dtype)",
          (SameAs("{role}.base"),), LORA, TRAINED),
-    Rule("critic.compute", "engine", OLD_ENGINE, "0.5.0:277", "param_dtype = torch.bfloat16", (PARAM, BF16), COMPUTE),
     Rule("{role}.compute", "engine", ENGINE, "0.6.0:267 0.6.1:285 0.7.0:297 0.7.1:316 0.8.0:352 0.9.0:378 0.9.1:397",
          "param_dtype = torch.bfloat16", (PARAM, BF16), COMPUTE, (*POLICY, "critic")),
-    Rule("critic.reduce", "engine", OLD_ENGINE, "0.5.0:274", REDUCED, (REDUCE, FP32)),
     Rule("{role}.reduce", "engine", ENGINE, ENGINE_REDUCED, REDUCED, (REDUCE, FP32), roles=TRAINED),
-    Rule("critic.autocast", "engine", OLD_ENGINE, "0.5.0:412",
-         "torch.autocast(device_type=device_name, dtype=torch.bfloat16)", (BF16,), COMPUTE),
     Rule("{role}.autocast", "engine", ENGINE, "0.6.0:929 0.6.1:945 0.7.0:948 0.7.1:1108",
          "torch.autocast(device_type=device_name, dtype=torch.bfloat16)", (BF16,), COMPUTE, (*POLICY, "critic")),
     Rule("{role}.autocast", "engine", ENGINE, "0.8.0:358 0.9.0:384 0.9.1:403", "self._autocast_dtype = param_dtype",

@@ -1,58 +1,72 @@
-"""List what the doctor finds in a job that verl would start. FINDINGS is the table: one function a finding.
-
-A finding on roles, optimizer or export belongs in ``trainer_findings.py``, one on the server, the wire or the mismatch
-in ``rollout_findings.py``. A defect that a patch of the series ``fixes`` corrects is a row of UPSTREAM_DEFECTS.
-"""
+"""List what the doctor finds in a job that verl would start. FINDINGS is the table: one function a topic."""
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple
 
-from verl_precision.doctor import rollout_findings, trainer_findings
-from verl_precision.doctor.dtype_rules import KEYS, UNKNOWN
-from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import MODEL, ROLES, DtypeResolver
-from verl_precision.patch.status import apply_command
+from verl_precision.doctor import dtype_rules
+from verl_precision.doctor.dtype_rules import MEGATRON_ENGINE, UNKNOWN
+from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, TRAINED, DtypeResolver, server_dtype
+from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
+from verl_precision.facts.models import ATTENTION, lost_softcap
 from verl_precision.paths import CONFIGS
+from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
+from verl_precision.words import options
 
-SAVES, KEPT = "trainer.save_freq", "trainer.max_actor_ckpt_to_keep"
-REJECTION, RANK = "algorithm.rollout_correction.rollout_rs", f"{MODEL}.lora_rank"
-OFFLOAD = f"{ROLES['actor']}.fsdp_config.param_offload"
-
-
-def saves(job: DtypeResolver) -> bool:
-    return isinstance(every := job.get(SAVES, -1), int) and every > 0
-
-
-def sends_adapters(job: DtypeResolver) -> bool:
-    return job.get(RANK, 0) > 0 and job.on_fsdp("actor") and not job.get(f"{MODEL}.lora.merge")
-
-
-# The patch of the series ``fixes``, the key by which a job meets the defect, whether it does, and what happens then.
-# fmt: off
-UPSTREAM_DEFECTS = (
-    ("ckpt-resume-from-a-whole-checkpoint", SAVES, saves,
-     "marks no finished save: a run that was killed while it saved resumes from a torn checkpoint or anew"),
-    ("ckpt-keep-the-previous-checkpoint-while-saving", KEPT, lambda job: saves(job) and job.get(KEPT) == 1,
-     "removes the previous checkpoint before the next is whole: a run that is killed there has none"),
-    ("data-resume-between-epochs", SAVES,
-     lambda job: saves(job) and not job.get("trainer.use_v1") and job.get("trainer.total_epochs", 1) > 1,
-     "saves a data order that is used up at the end of an epoch: resumed there, it repeats the first's"),
-    ("worker-give-an-all-masked-batch-a-loss-of-zero", REJECTION, lambda job: job.get(REJECTION),
-     "may mask every token of a batch, whose loss is then NaN"),
-    ("rollout-refuse-an-empty-lora-adapter", RANK, sends_adapters,
-     "sends an adapter without tensors where peft returns none (0.21.0 to 0.21.2): the run never ends"),
-    ("rollout-offload-the-base-under-lora-before-the-rollout-wakes", OFFLOAD,
-     lambda job: sends_adapters(job) and job.get(OFFLOAD),
-     "loads the base under LoRA beside the rollout's weights: a GPU contains both"),
-)
-# fmt: on
+# The ends of the keys that request a dtype, or a regime.
+DTYPE_KEYS = ("dtype", "param_dtype", "precision")
+WORK = {"actor": "trains", "critic": "trains", "ref": "computes", "reward_model": "scores"}
+SPELLED = {spelling: name for name, spellings in SPELLINGS.items() for spelling in spellings} | SERVER_SPELLINGS
+MASTERS = {
+    "float16": "makes the optimizer's weights and state half precision: AdamW turns them to NaN",
+    "bfloat16": "makes the optimizer's weights and state bfloat16: updates below 1/256 of a weight are lost",
+}
+REDUCES = {"float16": ", where scaled ones overflow sooner", "bfloat16": ", with 8 bits of mantissa"}
+# The line of 0.9.1 that sets grad_reduce_in_fp32 for Megatron-Bridge, whose default is false.
+EXPLICIT_REDUCTION = 'override_ddp_config["grad_reduce_in_fp32"] = not use_low_precision_main_grads'
+CORRECT = "correct for it (algorithm.rollout_correction)"
+DETERMINISM = f"{ROLLOUT}.full_determinism"
+ROUTERS = ("model.layers.0.mlp.gate", "model.layers.0.mlp.router", "model.layers.0.block_sparse_moe.gate")
+SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
+TRUNCATION = "algorithm.rollout_correction.rollout_is_threshold"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+MISMATCH_FREQ = "trainer.mismatch_freq"
+MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
-def uncorrected_defects(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield the defects that the job meets and that the series ``fixes``, which is not applied, would correct."""
-    for patch, key, meets, effect in UPSTREAM_DEFECTS:
-        if patch in job.tree.missing_fixes and meets(job):
-            yield Finding(key, job.get(key), effect, f"{patch}: {apply_command(job.tree.root, 'precision and fixes')}")
+class Finding(NamedTuple):
+    """One thing that is wrong, or not known.
+
+    Args:
+        key, value: the setting that it concerns.
+        effect: what that does, a clause whose subject they are.
+        fix: the command or the override that corrects it.
+        applies: whether verl does what ``value`` requests.
+    """
+
+    key: str
+    value: Any
+    effect: str
+    fix: str
+    applies: bool = True
+
+    @property
+    def unheeded(self) -> bool:
+        """True if a dtype was requested, by its key or by a regime, misspelt or not, and does not apply."""
+        requests_dtype = self.key.rpartition(".")[2] in DTYPE_KEYS or self.value in options("precision")
+        return requests_dtype and not self.applies
+
+    @property
+    def sentence(self) -> str:
+        return f"{self.key}{'' if self.value is None else f'={self.value}'} {self.effect}"
+
+    def json(self) -> dict[str, Any]:
+        """Return the finding in ``doctor --json``."""
+        return {"key": self.key, "value": self.value, "effect": self.effect, "fix": self.fix}
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
 
 
 def unread_keys(job: DtypeResolver) -> Iterator[Finding]:
@@ -65,7 +79,7 @@ def unread_keys(job: DtypeResolver) -> Iterator[Finding]:
         effect, near = f"is a key that nothing reads in {tree.name}", difflib.get_close_matches(key, groups, n=1)
         if key == "precision":
             effect += ": trains in {}, rolls out in {}".format(*job.dtypes("actor.compute", "rollout.weights"))
-            fix = f"{KEYS} brings the overlay: {tree.apply_command}"
+            fix = f"{dtype_rules.KEYS} brings the overlay: {tree.apply_command}"
         elif key in groups:
             fix = f"hydra.searchpath=['file://{CONFIGS}']"
         else:
@@ -87,27 +101,274 @@ def unknown_files(job: DtypeResolver) -> Iterator[Finding]:
         yield Finding("verl", str(tree.root), files + ", ".join(unknown), f"make drift VERL={tree.root}")
 
 
+# --- the trainer: its dtypes, loss scaling, optimizer, export ---------------------------------------------------------
+
+
+def full_names(values: Iterable[Any]) -> set[str]:
+    """Return the full names of dtypes as users spell them, for a trainer or a server."""
+    return {SPELLED.get(value, str(value)) for value in values}
+
+
+def remedy(job: DtypeResolver, role: str, patch: str, dtype: Any) -> str:
+    """Return what makes a hop of a role follow its dtype: the patch or, on a patched tree, the key of the role."""
+    return f"{ROLES[role]}.dtype={dtype}" if job.tree.precision else f"{patch}: {job.tree.apply_command}"
+
+
+def ignored_dtypes(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the keys that request what a role computes in, where it computes in something else."""
+    for role in job.used(*ROLES):
+        requested, node = job.requested_dtypes(role), job.engine_node(role)
+        compute, ignored = job.effective_dtype(f"{role}.compute"), f"is ignored by {job.tree.name}: "
+        if role == "reward_model" and (server_key := job.reward_server_key()):
+            for key, value in requested.items():
+                effect = f"{ignored}a server scores in {compute}"
+                yield Finding(key, value, effect, f"{server_key}={value}", applies=False)
+            continue
+        if compute == UNKNOWN or (role == "ref" and job.ref_in_actor):
+            continue
+        effective = (compute,) if role == "reward_model" else (compute, job.effective_dtype(f"{role}.autocast"))
+        implementation = job.implementation(role)
+        patch = job.rule(f"{role}.compute", implementation).patch or dtype_rules.COMPUTE
+        for key, value in requested.items():
+            dtype = next((dtype for dtype, spellings in SPELLINGS.items() if value in spellings), None)
+            if value is None or dtype in effective:
+                continue
+            fix = remedy(job, role, patch, value)
+            if key == fix.partition("=")[0]:
+                fix = f"{node}.dtype={value}"
+            if dtype and not job.tree.precision and implementation == "engine" and not job.legacy:
+                fix += f"; or +{node}.mixed_precision.param_dtype={value}"
+            yield Finding(key, value, f"{ignored}{WORK[role]} in {compute}", fix, applies=False)
+
+
+def role_dtypes(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield FSDP and autocast in different dtypes, and masters or gradient reduction in less than fp32."""
+    for role in filter(job.on_fsdp, job.used("actor", "ref", "critic")):
+        compute, autocast = job.dtypes(f"{role}.compute", f"{role}.autocast")
+        if UNKNOWN not in (compute, autocast) and compute != autocast:
+            param_dtype = f"{job.engine_node(role)}.mixed_precision.param_dtype"
+            key, value = list((job.requested_dtypes(role) or {param_dtype: None}).items())[-1]
+            halves = f"the {role}'s weights are cast to {compute} and its autocast computes in {autocast}"
+            fix = remedy(job, role, dtype_rules.COMPUTE, compute)
+            yield Finding(key, value, f"reaches only one half of {job.tree.name}: {halves}", fix, applies=False)
+    for role in filter(job.on_fsdp, job.used(*TRAINED)):
+        node = job.engine_node(role)
+        master, reduce = job.dtypes(f"{role}.master", f"{role}.reduce")
+        if master in SIXTEEN_BITS:
+            key, fix = f"{node}.model_dtype", f"{node}.model_dtype=fp32"
+            if job.trains_adapters(role):  # which the patch keeps in fp32
+                fix = remedy(job, role, dtype_rules.LORA, job.effective_dtype(f"{role}.compute"))
+            yield Finding(key, job.get(key), MASTERS[master], fix)
+        if reduce in SIXTEEN_BITS:
+            key = f"{node}.mixed_precision.reduce_dtype"
+            effect = f"sums the {role}'s gradients over the ranks in {reduce}{REDUCES[reduce]}"
+            yield Finding(key, job.get(key), effect, f"{key}=fp32")
+
+
+def loss_scaling(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield fp16 without a loss scaler, settings that nothing reads, a scaler that is neither saved nor reported."""
+    name, patch = job.tree.name, dtype_rules.SCALER
+    for role in filter(job.on_fsdp, job.used(*TRAINED)):
+        scaler, node, fix = job.scaler(role), job.engine_node(role), remedy(job, role, patch, "float16")
+        if scaler and scaler["saved"]:
+            continue
+        why = "its scaler's settings are fixed" if scaler else "the loss is not scaled"
+        for key in sorted(key for key in job.config.user_keys if key.startswith(f"{node}.grad_scaler")):
+            yield Finding(key, job.get(key), f"is ignored by {name}: {why}", fix, applies=False)
+        if scaler:
+            lacks = "by fixed settings and neither saves the scale nor reports it or a skipped step"
+            effect = f"is not a key of {name}, which scales the {role}'s loss {lacks}"
+            fix = f"{patch}, {dtype_rules.SAVED}, {dtype_rules.COUNTED}: {job.tree.apply_command}"
+            yield Finding(f"{node}.grad_scaler", None, effect, fix)
+        elif "float16" in job.dtypes(f"{role}.compute", f"{role}.autocast"):
+            key, value = next(iter(job.requested_dtypes(role).items()), (f"{node}.dtype", "float16"))
+            effect = f"puts the {role} into fp16 without a loss scaler: small gradients vanish, no overflow is skipped"
+            yield Finding(key, value, effect, fix)
+
+
+def megatron(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield an overflow at which Megatron ends the run, and gradients that it sums in 16 bits."""
+    for role in (role for role in job.used(*TRAINED) if job.implementation(role) == "megatron"):
+        node, optim = job.engine_node(role), f"{ROLES[role]}.optim"
+        compute, aware = job.effective_dtype(f"{role}.compute"), job.get(f"{optim}.use_precision_aware_optimizer")
+        if compute == "float16" and (job.legacy or not job.tree.precision):
+            key, effect = f"{node}.dtype", "ends the run at the first overflow with a NotImplementedError"
+            patch = f"{dtype_rules.SKIP}: {job.tree.apply_command}"
+            yield Finding(key, job.get(key), effect, f"{ROLES[role]}.strategy=fsdp" if job.legacy else patch)
+        key, grads = f"{node}.override_ddp_config.grad_reduce_in_fp32", f"{optim}.main_grads_dtype"
+        effect = f"sums the {role}'s gradients over the ranks in {compute}"
+        if job.get(key) is False:
+            yield Finding(key, False, effect, f"{key}=true")
+        elif not job.get(key) and aware and job.get(grads, "fp32") not in SPELLINGS["float32"]:  # read in any dtype
+            yield Finding(grads, job.get(grads), effect, f"{grads}=fp32")
+        elif not job.get(key) and job.get(f"{node}.use_mbridge") and job.get(f"{node}.vanilla_mbridge") is False:
+            if EXPLICIT_REDUCTION not in (job.tree.root / "verl" / MEGATRON_ENGINE).read_text():
+                unset = f"is not set, and Megatron-Bridge's default {effect}"
+                yield Finding(key, None, unset, f"+{key}=true")
+
+
+def roles_beside_the_actor(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a ref or, where no dtype was requested for it, a critic that computes in another dtype than the actor."""
+    actor, ref, critic = job.dtypes("actor.compute", "ref.compute", "critic.compute")
+    requested = job.requested_dtypes("actor")
+    if job.uses("ref") and UNKNOWN not in (actor, ref) and actor != ref:
+        role_dtype, engine_dtype, param_dtype = job.dtype_keys("ref")
+        key, value = next(iter((job.requested_dtypes("ref") or requested or {engine_dtype: ref}).items()))
+        fix = f"{role_dtype}={actor}" if job.tree.precision else f"+{param_dtype}={actor}"
+        effect = f"leaves the actor in {actor} beside a ref in {ref}: their KL is not that of the policies"
+        yield Finding(key, value, effect, fix)
+    if not job.uses("critic") or job.requested_dtypes("critic") or UNKNOWN in (actor, critic) or actor == critic:
+        return
+    for key, value in requested.items():
+        if value is not None and actor in full_names([value]):
+            rule = job.rule("critic.compute", job.implementation("critic"))
+            fix = f"{job.engine_node('critic')}.dtype={value}"
+            if rule.patch or job.tree.precision:
+                fix = remedy(job, "critic", rule.patch, value)
+            yield Finding(key, value, f"does not reach the critic, which trains in {critic}", fix)
+
+
+def lost_in_the_model(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield an attention that leaves out the cap of its logits, and an export that rounds weights trained in fp16."""
+    attention = job.get(ATTENTION)
+    if effect := lost_softcap(str(job.get(f"{MODEL}.path")), attention):
+        yield Finding(ATTENTION, attention, effect, f"{ATTENTION}=eager")
+    compute, export = job.dtypes("actor.compute", "hf_export")
+    if (compute, export) == ("float16", "bfloat16"):
+        effect = f"of {job.tree.name} makes {export} of a model trained in {compute}: each weight loses three bits"
+        yield Finding("hf_export", None, effect, f"{dtype_rules.EXPORT}: {job.tree.apply_command}")
+
+
+# --- the rollout: its dtypes, routers, determinism, and what uses the mismatch ----------------------------------------
+
+
+def rollout_dtypes(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a dtype that the model decides or no server takes, quantization, and a cache or a wire in other dtypes."""
+    key, kwargs = f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{job.server}"
+    value = job.get(key)
+    weights, computes, cache = job.dtypes("rollout.weights", "rollout.logits", "rollout.kv_cache")
+    if value == "auto":
+        which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
+        yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")
+    elif server_dtype(value) not in SPELLINGS:
+        effect = f"is not a dtype that a rollout server takes, and {job.tree.name} does not check it"
+        yield Finding(key, value, effect, f"{key}=float16")
+    rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}. "
+    rest += "The small mismatch of a regime does not hold"
+    if weights == "nvfp4" and job.get(f"{ROLLOUT}.qat.enable"):  # after quantization-aware training
+        ignored, mode = (job.get(f"{ROLLOUT}.qat.{key}", []) for key in ("ignore_patterns", "mode"))
+        effect = f"trains on weights rounded to {weights} ({mode}), except {', '.join(ignored)}, and samples from them"
+        yield Finding(f"{job.engine_node('actor')}.qat.enable", True, f"{effect}; {rest}", CORRECT)
+    elif job.is_quantized:
+        quantization = next(filter(job.get, (f"{node}.quantization" for node in (ROLLOUT, kwargs))))
+        effect = f"samples from quantized weights, which no dtype of the trainer's matches; {rest}"
+        yield Finding(quantization, weights, effect, f"{ROLLOUT}.quantization=null, or {CORRECT}")
+    effect = job.misread_cache
+    if cache not in (*SPELLINGS, UNKNOWN):
+        effect = f"rounds keys and values to {cache}; the trainer has no cache to round"
+    if effect:
+        cache_key = f"{kwargs}.kv_cache_dtype"
+        yield Finding(cache_key, job.get(cache_key), effect, f"{cache_key}=auto")
+    if job.wire_is_lossy:
+        dtype, reason, _ = job.resolve("wire")
+        effect = f"gets weights that passed through {dtype} on their way ({reason}): the rollout runs {dtype}'s values "
+        fix = remedy(job, "actor", dtype_rules.SEND, job.effective_dtype("actor.compute"))
+        yield Finding(key, value, f"{effect}in {weights}", fix)
+
+
+def routers_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield routers that the trainer keeps in fp32 and the rollout server does not."""
+    key = f"{job.engine_node('actor')}.keep_fp32_modules"
+    routers = [pattern for pattern in job.get(key, []) if any(fnmatchcase(name, pattern) for name in ROUTERS)]
+    if routers and job.tree.precision and job.server != "vllm":
+        effect = f"is not followed by {job.server}, whose routers choose other experts in 16 bits"
+        yield Finding(key, routers, effect, f"{ROLLOUT}.name=vllm")
+
+
+def requested_determinism(job: DtypeResolver) -> dict[str, bool]:
+    """Return, for each role with ``full_determinism``, whether the source of its engine reads that."""
+    read = {}
+    for role in job.used("actor", "ref", "critic"):
+        if job.get(f"{job.engine_node(role)}.full_determinism"):
+            engine = {"engine": "fsdp"}.get(job.implementation(role), job.implementation(role))
+            file = job.tree.root / f"verl/workers/engine/{engine}/transformer_impl.py"  # legacy workers have none
+            read[role] = file.exists() and "full_determinism" in file.read_text()
+    return read
+
+
+def determinism(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield each ``full_determinism`` that is not read, and what verl's vLLM server does with it."""
+    for role, applies in requested_determinism(job).items():
+        if not applies:
+            code = {"worker": "legacy workers"}.get(job.implementation(role), job.implementation(role))
+            effect = f"is not read by {job.tree.name}'s {code}"
+            yield Finding(f"{job.engine_node(role)}.full_determinism", True, effect, "remove it")
+    if not job.get(DETERMINISM):
+        return
+    if job.server != "vllm":
+        effect = f"is not read by {job.tree.name}'s {job.server} server"
+        yield Finding(DETERMINISM, True, effect, f"{ROLLOUT}.name=vllm")
+        return
+    if (answers := job.get(f"{ROLLOUT}.n", 1)) > 1:
+        effect = f"gives all requests of a server one seed: the {answers} answers to a prompt that it samples are equal"
+        yield Finding(DETERMINISM, True, effect, f"{DETERMINISM}=false")
+    if job.get("trainer.use_v1") and not job.config.has("async_training"):
+        effect = "sends all prompts to one server: the v1 trainer numbers no prompts, so all have the request id det-0"
+        yield Finding(DETERMINISM, True, effect, "trainer.use_v1=false")
+
+
+def mismatch_freq(job: DtypeResolver) -> Any:
+    """Return the steps between two measurements in bypass mode as the trainer reads them, -1 where nothing does."""
+    return job.config.values["trainer"].get("mismatch_freq", -1) if (job.tree.root / MEASURES).exists() else -1
+
+
+def bypass_mode(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield bypass mode, whose trainer computes no log-probabilities to compare, or a frequency that is not read."""
+    freq = mismatch_freq(job)
+    if not job.get(BYPASS):
+        if freq != -1:
+            effect = "is read only in bypass mode: otherwise the trainer computes its log-probabilities at every step"
+            yield Finding(MISMATCH_FREQ, freq, effect, f"{MISMATCH_FREQ}=-1", applies=False)
+        return
+    if freq < 1:
+        fix = f"{MISMATCH_FREQ}=10" if (job.tree.root / MEASURES).exists() else f"{BYPASS}=false"
+        hidden = "training/rollout_probs_diff_* (the v1 trainer also rollout_corr/*)"
+        effect = f"leaves {hidden} out of the metrics: the rollout's log-probabilities stand in for the trainer's"
+        yield Finding(BYPASS, True, effect, fix)
+
+
+def sequence_weights(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield sequence-level importance weights where trainer or rollout computes in bfloat16."""
+    sides = job.dtypes("actor.compute", "rollout.weights")
+    if job.get(SEQUENCE_WEIGHTS) != "sequence" or "bfloat16" not in sides:
+        return
+    length, threshold = job.get("data.max_response_length"), job.get(TRUNCATION)
+    truncated = isinstance(threshold, int | float) and threshold <= 2
+    bounds, weights = (TRUNCATED, "weights truncated at 2") if truncated else (UNTRUNCATED, "untruncated weights")
+    effect = (
+        f"weights whole answers by their mismatch, which is large in bfloat16. With {weights}, a small model learned "
+        f"where k3 times the tokens of an answer was at most {bounds.learned:g}, and collapsed from "
+        f"{bounds.collapsed:g} on"
+    )
+    if isinstance(length, int) and length > 0:
+        learned, collapsed = (f"{bound / length:.1e}" for bound in bounds)
+        effect += f": at {length} tokens, a rollout_corr/k3_kl of {learned} and {collapsed}"
+    yield Finding(SEQUENCE_WEIGHTS, "sequence", effect, "+precision=fp16, or measure it first: make probe")
+
+
 # Each function yields the findings of one kind; they are printed in this order.
 FINDINGS = (
     unread_keys,
-    trainer_findings.ignored_dtypes,
-    trainer_findings.split_dtypes,
-    trainer_findings.low_masters,
-    trainer_findings.loss_scaling,
-    trainer_findings.megatron,
-    trainer_findings.roles_beside_the_actor,
-    trainer_findings.uncapped_attention,
-    trainer_findings.ignored_truncation,
-    trainer_findings.negative_ranks,
-    rollout_findings.requested_dtype,
-    rollout_findings.quantization,
-    rollout_findings.kv_cache,
-    rollout_findings.lossy_wire,
-    rollout_findings.routers,
-    rollout_findings.determinism,
-    rollout_findings.bypass_mode,
-    rollout_findings.sequence_weights,
-    trainer_findings.rounded_export,
-    uncorrected_defects,
+    ignored_dtypes,
+    role_dtypes,
+    loss_scaling,
+    megatron,
+    roles_beside_the_actor,
+    rollout_dtypes,
+    routers_of_one_side,
+    determinism,
+    bypass_mode,
+    sequence_weights,
+    lost_in_the_model,
     unknown_files,
 )

@@ -4,6 +4,7 @@ Nothing of a worker is changed, and no collective is started: its engines' attri
 calls. A worker makes one call at a time, so the query waits for the one in progress.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ import ray
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from verl_precision.doctor.finding import Finding
+from verl_precision.doctor.findings import Finding
 from verl_precision.doctor.resolver import KV_SPELLINGS, TRAINED
 from verl_precision.errors import Refused
 
@@ -39,23 +40,13 @@ def actor_models(actor: Any) -> list[dict]:
     file = Path(verl.__path__[0]) / "utils/precision_stamp.json"
     stack = json.loads(file.read_text())["stack"] if file.exists() else None
     code = {"rank": int(os.environ.get("RANK", 0)), "verl": verl.__version__, "stack": stack}
-    if hasattr(vars(actor).get("engine"), "vllm_config"):
-        models = [server_dtypes(actor.engine.vllm_config)]
-    else:
-        workers = vars(actor).get("worker_dict") or vars(actor).get("fused_worker_dict") or {"": actor}
-        models = [model for key, worker in workers.items() for model in worker_models(key, worker)]
-    return [model | code for model in models]
-
-
-def server_dtypes(config: Any) -> dict:
-    """Return the dtypes that a vLLM engine resolved, in which it builds the model and the cache."""
-    computes, cache = dtype_text(config.model_config.dtype), dtype_text(config.cache_config.cache_dtype)
-    return {
-        "role": "rollout",
-        "weights": config.model_config.quantization or computes,
-        "logits": computes,
-        "kv_cache": computes if cache == "auto" else cache,
-    }
+    if hasattr(vars(actor).get("engine"), "vllm_config"):  # what vLLM resolved, and builds the model and the cache in
+        config = actor.engine.vllm_config
+        computes, cache = dtype_text(config.model_config.dtype), dtype_text(config.cache_config.cache_dtype)
+        dtypes = {"weights": config.model_config.quantization or computes, "logits": computes}
+        return [code | dtypes | {"role": "rollout", "kv_cache": computes if cache == "auto" else cache}]
+    workers = vars(actor).get("worker_dict") or vars(actor).get("fused_worker_dict") or {"": actor}
+    return [model | code for key, worker in workers.items() for model in worker_models(key, worker)]
 
 
 def worker_models(key: str, worker: Any) -> list[dict]:
@@ -183,7 +174,7 @@ def query_job() -> tuple[list[dict], list[str]]:
     Progress goes to stderr. Ctrl-C returns the answers so far: the models, and the names of the other actors.
 
     Raises:
-        Refused: no cluster or several, one of another Ray or Python, or no worker of verl in it.
+        Refused: no cluster, one of another Ray or Python, or no worker of verl in it.
     """
     address = os.environ.get("RAY_ADDRESS", "auto")
     if address != "auto":
@@ -195,7 +186,7 @@ def query_job() -> tuple[list[dict], list[str]]:
     try:
         # Ray sends this machine's token, which 2.59 requires, only to a cluster that it found itself: "auto".
         ray.init(address=address, logging_level="ERROR", log_to_driver=False)
-    except (ConnectionError, RuntimeError) as error:  # none, several, of another Ray or Python, or without its token
+    except (ConnectionError, RuntimeError) as error:  # none, of another Ray or Python, or without its token
         why = " ".join(str(error).split())
         advice = "a cluster that requires a token needs RAY_AUTH_MODE=token"
         raise Refused(f"--live: RAY_ADDRESS={address}: {why} ({advice})") from error
@@ -205,25 +196,20 @@ def query_job() -> tuple[list[dict], list[str]]:
         if not spaces:
             count = len(named_actors)
             raise Refused(f"--live: RAY_ADDRESS={address}: none of the {count} named actors is a worker of verl")
-        return query_actors({name: ray.get_actor(name, space) for name, space in sorted(spaces.items())})
+        ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        actors = {name: ray.get_actor(name, space) for name, space in sorted(spaces.items())}
+        # By keyword: where verl cannot be imported here, Ray knows no signatures of an actor's methods.
+        waiting = {actor.__ray_call__.remote(fn=actor_models): name for name, actor in actors.items()}
+        models: list[dict] = []
+        with contextlib.suppress(KeyboardInterrupt):
+            while waiting:  # each answers when its current call ends
+                answered, _ = ray.wait(list(waiting), timeout=PROGRESS_EVERY_S)
+                if not answered:
+                    names = ", ".join(sorted(waiting.values())[:3])
+                    print(f"waiting for {names}, which are in a call", file=sys.stderr)
+                for reference in answered:
+                    models += ray.get(reference)
+                    del waiting[reference]
+        return models, sorted(waiting.values())
     finally:
         ray.shutdown()
-
-
-def query_actors(actors: Mapping[str, Any]) -> tuple[list[dict], list[str]]:
-    """Query all actors at once; each answers when its current call ends."""
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    # By keyword: where verl cannot be imported here, Ray knows no signatures of an actor's methods.
-    waiting = {actor.__ray_call__.remote(fn=actor_models): name for name, actor in actors.items()}
-    models: list[dict] = []
-    try:
-        while waiting:
-            answered, _ = ray.wait(list(waiting), timeout=PROGRESS_EVERY_S)
-            if not answered:
-                print(f"waiting for {', '.join(sorted(waiting.values())[:3])}, which are in a call", file=sys.stderr)
-            for reference in answered:
-                models += ray.get(reference)
-                del waiting[reference]
-    except KeyboardInterrupt:
-        pass
-    return models, sorted(waiting.values())

@@ -1,16 +1,23 @@
-"""Predict the error with which a verl would refuse a configuration, and suggest a correction."""
+"""Predict where a job ends: by verl's own checks, on its batch sizes, or on its model; and suggest a correction.
+
+Sources of verl, vLLM and transformers are read, nothing is imported.
+"""
 
 import difflib
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 from verl_precision.doctor import dtype_rules
-from verl_precision.doctor.finding import Finding
-from verl_precision.doctor.resolver import ROLES, ROLLOUT, DtypeResolver, UnexpectedPrecision
-from verl_precision.doctor.rollout_findings import BYPASS, MISMATCH_FREQ, mismatch_freq
-from verl_precision.doctor.trainer_findings import lora_ranks
+from verl_precision.doctor.findings import BYPASS, MISMATCH_FREQ, Finding, mismatch_freq
+from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, DtypeResolver, UnexpectedPrecision, server_dtype
 from verl_precision.doctor.tree import Tree
+from verl_precision.facts.models import config_file, read_config
+from verl_precision.facts.packages import package_folder
+from verl_precision.facts.vllm_float16 import Float16Support, float16_support, version, ways_out
 
 # The ends of keys that some verl does not have, and the patch that adds them.
 PATCHED_KEYS = {
@@ -19,14 +26,21 @@ PATCHED_KEYS = {
     r"\.report_dtypes": dtype_rules.REPORT,
     r"(_ref\.(actor|ref)|critic|reward_model)(\.model)?(\.fsdp_config|\.fsdp|\.megatron)?\.dtype": dtype_rules.KEYS,
 }
-LEGACY_CRITIC, ENGINE_CRITIC = "critic.model.fsdp_config.", "critic.fsdp."
+CRITICS = ("critic.model.fsdp_config.", "critic.fsdp.")  # of the legacy workers, of the model engine
+UNEVEN = "verl ends with `data size must be divisible by force_group_size * micro_batch_size_per_gpu`"
+DYNAMIC = "log_prob_use_dynamic_bsz"
+KV_HEADS = "num_key_value_heads"
+ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # for which vLLM's CPU build has a kernel
+ALL_SLIDING = ("mistral", "starcoder2")  # without layer_types; other types then alternate by a rule of their class
+OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
+
+
+# --- verl's own checks ------------------------------------------------------------------------------------------------
 
 
 def refusal(job: DtypeResolver) -> str | None:
-    """Return the line with which the driver or the first worker would refuse the configuration; None without one.
-
-    The driver refuses a field that a dataclass of verl lacks, too, at once and by its name.
-    """
+    """Return the line with which the driver or the first worker would refuse the configuration; None without one."""
     try:
         return next(errors(job), None)
     except (ValueError, TypeError) as error:  # of the patched tree's module
@@ -40,7 +54,9 @@ def errors(job: DtypeResolver) -> Iterator[str]:
     patched = job.tree.precision
     if patched and job.legacy:
         patched.check_workers(job.config.values)
-    for key, rank in lora_ranks(job).items():
+    for key in (f"{MODEL}.lora_rank", f"{MODEL}.lora.rank", *(["critic.model.lora_rank"] * job.uses("critic"))):
+        node, _, name = key.rpartition(".")
+        rank = job.get(node, {}).get(name, 0)
         if not isinstance(rank, int):
             yield f"TypeError: {key}={rank} must be a whole number, 0 to train without adapters"
     freq = mismatch_freq(job)
@@ -58,11 +74,7 @@ def errors(job: DtypeResolver) -> Iterator[str]:
 
 
 def check_engines(job: DtypeResolver) -> None:
-    """Check the configuration as the driver of a patched tree with the model engine does, by its own module, in order.
-
-    Raises:
-        ValueError, TypeError: the driver's refusal.
-    """
+    """Raise the error of the driver of a patched tree with the model engine, by the tree's own module, in its order."""
     module = job.tree.precision
 
     def check(role: str) -> None:
@@ -96,7 +108,7 @@ def unavailable(job: DtypeResolver) -> Iterator[Finding]:
 def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequence[str]) -> Iterator[Finding]:
     """Yield the overrides that a refusal is about: which patch adds the key, or which of the known ones is near it."""
     legacy = tree.release.has("legacy_workers")
-    absent, present = (ENGINE_CRITIC, LEGACY_CRITIC) if legacy else (LEGACY_CRITIC, ENGINE_CRITIC)
+    present, absent = CRITICS if legacy else CRITICS[::-1]
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
         if not any(f"'{part}'" in line for part in (key, *key.split("."))):
@@ -112,3 +124,175 @@ def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequenc
         else:
             continue
         yield Finding(key, value, f"is not in {tree.name}", fix)
+
+
+# --- batch sizes ------------------------------------------------------------------------------------------------------
+
+
+def bad_sizes(job: DtypeResolver, roles: list[str]) -> Iterator[Finding]:
+    """Yield the sizes by which a batch is split or multiplied that are no whole numbers, or too small."""
+    optional = [f"{node}.log_prob_micro_batch_size_per_gpu" for node in (ROLLOUT, ROLES["ref"])]
+    optional.append(f"{ROLES['actor']}.ppo_micro_batch_size_per_gpu")
+    for role in roles:
+        optional += [f"{node}.ulysses_sequence_parallel_size" for node in (ROLES[role], job.engine_node(role))]
+    keys = ["trainer.nnodes", "trainer.n_gpus_per_node", f"{ROLLOUT}.n", *filter(job.config.has, optional)]
+    keys += [f"{ROLES[role]}.ppo_mini_batch_size" for role in roles if role != "ref"]
+    smallest = {"data.train_batch_size": 0} | dict.fromkeys(keys, 1)  # asynchronous trainers have no batch of prompts
+    for key, least in smallest.items():
+        value = job.get(key)
+        if type(value) is not int or value < least:
+            yield Finding(key, value, f"is no whole number of at least {least}", f"{key}={max(least, 1)} or more")
+
+
+def workers(job: DtypeResolver, role: str) -> int:
+    """Return the number of workers among which verl's FSDP engine splits a batch of the role."""
+    get = job.get
+    sequence = get(f"{job.engine_node(role)}.ulysses_sequence_parallel_size", 1)
+    older = get(f"{ROLES[role]}.ulysses_sequence_parallel_size", 1)  # wins where it is set, except for the critic
+    sequence = older if older > 1 and role != "critic" else sequence
+    return max(1, get("trainer.nnodes") * get("trainer.n_gpus_per_node") // sequence)
+
+
+def uneven_batches(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the sizes that do not divide what they split, where all roles run on verl's model engine under FSDP.
+
+    verl scales ``ppo_mini_batch_size``, in prompts, by ``rollout.n``. The workers share that evenly, and each splits
+    its share into micro-batches (``train_mini_batch``, ``prepare_micro_batches``). For log-probabilities the v1 trainer
+    fills the batch up to whole mini-batches (``_get_required_batch_multiple``). The critic counts tokens.
+    """
+    get, roles = job.get, job.used("actor", "ref", "critic")
+    if job.legacy or any(job.implementation(role) != "engine" for role in roles):
+        return
+    if wrong := list(bad_sizes(job, roles)):
+        yield from wrong
+        return
+    actor, ref, answers = ROLES["actor"], ROLES["ref"], get(f"{ROLLOUT}.n")
+    dynamic = get(f"{actor}.use_dynamic_bsz", False)
+    if get(f"{ROLLOUT}.{DYNAMIC}", False) != dynamic:
+        effect = f"differs from {actor}.use_dynamic_bsz={dynamic}: verl's workers end at their start"
+        yield Finding(f"{ROLLOUT}.{DYNAMIC}", not dynamic, effect, f"{ROLLOUT}.{DYNAMIC}={dynamic}")
+    whole = workers(job, "actor")
+    for role in (role for role in roles if role != "ref"):
+        key, count = f"{ROLES[role]}.ppo_mini_batch_size", workers(job, role)
+        mini = get(key)
+        if mini * answers % count:
+            effect = f"times {ROLLOUT}.n={answers} cannot be shared by {count} workers: verl ends at its first update"
+            yield Finding(key, mini, effect, f"{key}: a multiple of {count // math.gcd(count, answers)}")
+            return
+        whole = math.lcm(whole, mini * answers)
+    batch = get("data.train_batch_size") * answers
+    if get("trainer.use_v1"):
+        batch = math.ceil(batch / whole) * whole
+    mini = get(f"{actor}.ppo_mini_batch_size") * answers
+    sizes = [(f"{actor}.ppo_micro_batch_size_per_gpu", dynamic, "actor", mini)]
+    if not get(BYPASS) or mismatch_freq(job) > 0:
+        sizes.append((f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", dynamic, "actor", batch))
+    if job.uses("ref") and not job.ref_in_actor:
+        sizes.append((f"{ref}.log_prob_micro_batch_size_per_gpu", get(f"{ref}.{DYNAMIC}", False), "ref", batch))
+    for key, by_tokens, role, split in sizes:
+        size, count = get(key), workers(job, role)
+        share = split // count
+        if size is not None and not by_tokens and share % size:
+            fits = max(divisor for divisor in range(1, min(size, share) + 1) if share % divisor == 0)
+            effect = f"does not divide the {share} answers of each of the {count} workers ({split} in all): {UNEVEN}"
+            yield Finding(key, size, effect, f"{key}={fits}, or another divisor of {share}")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def float16_servers(job: DtypeResolver) -> Iterator[tuple[str, str, Float16Support]]:
+    """Yield the keys of dtype and model of each vLLM that the job starts in float16, and whether it runs that model."""
+    keys = []
+    if job.server == "vllm" and job.effective_dtype("rollout.logits") == "float16":
+        keys.append((job.rollout_dtype_key, f"{MODEL}.path"))
+    key = job.reward_server_key() if job.uses("reward_model") else None
+    if key and job.get(key.replace(".dtype", ".name")) == "vllm" and server_dtype(job.get(key)) == "float16":
+        model = "model.path" if key.startswith("reward_model.") else "model_path"
+        keys.append((key, key.replace("rollout.dtype", model)))
+    for dtype_key, model_key in keys:
+        yield dtype_key, model_key, float16_support(str(job.get(model_key)), job.tree.root)
+
+
+def float16_refusals(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the dtypes of vLLM servers that refuse their model in float16."""
+    for key, _, support in float16_servers(job):
+        if support.supported is False:
+            yield Finding(key, job.get(key), f"ends the job at its start: {support.reason}", ways_out(key=key))
+
+
+def float16_doubts(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the models that the user set for a vLLM server in float16, where it is not known whether that runs them."""
+    for _, key, support in float16_servers(job):
+        if support.supported is None and key in job.config.user_keys:
+            effect = f"may be a model that vLLM refuses in float16; it is not known: {support.reason}"
+            fix = "make doctor VERL=SITE-PACKAGES of an environment with the job's vLLM, and the model's folder"
+            yield Finding(key, job.get(key), effect, fix)
+
+
+def unsupported_models(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield the model where the actor's worker or the rollout server would end on it, if its config.json is here."""
+    model, site, on_fsdp = str(job.get(f"{MODEL}.path")), job.tree.root, job.on_fsdp("actor")
+    if (file := config_file(model)) is None:
+        return
+    outer = read_config(file)
+    config = outer.get("text_config") or outer
+    reasons = [missing_kv_heads(config, site)] if on_fsdp else []
+    if job.server == "vllm" and (vllm := package_folder("vllm", site)):
+        if on_fsdp:  # Megatron's weights are sent by vLLM's names
+            reasons.append(mixtral_weights(config, vllm, site))
+        if job.get("trainer.device") == "cpu":
+            reasons.append(latent_attention(config, vllm))
+            if reason := sliding_window_blocks(config, job.get(ENGINE, {}), vllm):
+                yield Finding(f"{MODEL}.path", model, reason, f"+{ENGINE}.block_size=16")
+    for reason in filter(None, reasons):
+        yield Finding(f"{MODEL}.path", model, reason, OTHER)
+
+
+def missing_kv_heads(config: Mapping[str, Any], site: Path) -> str | None:
+    """Return why verl's ``apply_monkey_patch`` ends on a model: neither its config nor its class has KV_HEADS."""
+    kind = str(config.get("model_type"))
+    package = package_folder("transformers", site)
+    source = package / f"models/{kind}/configuration_{kind}.py" if package else None
+    if KV_HEADS in config or source is None or not source.exists() or KV_HEADS in source.read_text():
+        return None
+    return f"is a {kind} model, whose config has no {KV_HEADS}: verl's apply_monkey_patch ends with an AttributeError"
+
+
+def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | None:
+    """Return why vLLM cannot load a Mixtral's weights: its loader knows no ``mlp.experts``, transformers 5's name."""
+    source, package = vllm / "model_executor/models/mixtral.py", package_folder("transformers", site)
+    if config.get("model_type") != "mixtral" or package is None or not source.exists():
+        return None
+    release = re.search(r'^__version__ = "(\d+)([^"]*)"', (package / "__init__.py").read_text(), re.M)
+    if release is None or int(release[1]) < 5 or "gate_up_proj" in source.read_text():
+        return None
+    return (
+        f"is a mixtral model, whose experts transformers {release[1]}{release[2]} names mlp.experts: "
+        f"vLLM {version(vllm)} cannot load the weights that verl sends"
+    )
+
+
+def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
+    """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
+    sizes = {key: config.get(key) for key in LATENT}
+    if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
+        return None
+    given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))
+    return f"has latent attention (MLA) with {given}: vLLM {version(vllm)}'s CPU build has a kernel for {needed} only"
+
+
+def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], vllm: Path) -> str | None:
+    """Return why vLLM's CPU build, with the options ``given``, ends if all layers of a model have a sliding window."""
+    source = vllm / "model_executor/layers/attention/attention.py"
+    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+    layers = config.get("layer_types")
+    mixed = set(layers) - {"sliding_attention"} if layers else config.get("model_type") not in ALL_SLIDING
+    if window is None or mixed or given.get("block_size") == 16 or given.get("disable_sliding_window"):
+        return None
+    if not source.exists() or "_largest_kernel_block_within" not in source.read_text():
+        return None
+    return (
+        f"has a sliding window of {window} tokens in all layers, whose KV cache gets blocks of 16 tokens: vLLM "
+        f"{version(vllm)}'s CPU build ends at the first generation, because its kernel expects blocks of 128"
+    )

@@ -20,8 +20,7 @@ from verl_precision.facts.vllm_float16 import float16_support
 
 HOPS = (
     *(f"actor.{what}" for what in ("master", "base", "compute", "autocast", "reduce", "optimizer", "logits")),
-    *("wire", "rollout.weights", "rollout.kv_cache", "rollout.logits"),
-    *("ref.compute", "ref.autocast"),
+    *("wire", "rollout.weights", "rollout.kv_cache", "rollout.logits", "ref.compute", "ref.autocast"),
     *(f"critic.{what}" for what in ("master", "base", "compute", "autocast", "reduce")),
     *("reward_model.compute", "hf_export"),
 )
@@ -88,8 +87,6 @@ class DtypeResolver:
         self.legacy = tree.release.has("legacy_workers")
         # From 0.8.0 on the rollout's name has no default. Unset, vLLM is assumed: all servers read one dtype key.
         self.server = config.get(f"{ROLLOUT}.name", "vllm")
-
-    # The roles, and the code that runs them.
 
     def uses(self, role: str) -> bool:
         """Return whether the algorithm has a worker of this role."""
@@ -159,14 +156,8 @@ class DtypeResolver:
         takes_path = self.legacy and self.release.has("lora_adapter_path")
         return self.get(f"{model}.lora_rank", 0) > 0 or (takes_path and self.config.has(f"{model}.lora_adapter_path"))
 
-    # The rules.
-
     def read(self, rule: Rule, role: str) -> str:
-        """Return the dtype that the line of a rule reads from the configuration.
-
-        Raises:
-            UnexpectedPrecision: a worker would end on the value.
-        """
+        """Return the dtype that the line of a rule reads from the configuration."""
         for source in rule.reads:
             if isinstance(source, Fixed):
                 # FSDP1 on one worker returns whole tensors, not shards.
@@ -263,8 +254,6 @@ class DtypeResolver:
         rule = self.rule(f"{role}.scaler", implementation)
         return UPSTREAM_SCALER if rule is not None and self.read(rule, role) == "float16" else None
 
-    # The hops.
-
     def resolve(self, name: str) -> Hop:
         """Return the hop of this name, one of HOPS.
 
@@ -331,8 +320,6 @@ class DtypeResolver:
             return "reward.reward_model.rollout.dtype"
         return "reward_model.rollout.dtype" if self.get("reward_model.use_reward_loop") else None
 
-    # The wire and the rollout.
-
     @property
     def sender(self) -> str:
         """Return the implementation that sends the weights to the rollout, by its name in the table."""
@@ -362,11 +349,6 @@ class DtypeResolver:
         """The key that decides the dtype of a rollout server."""
         extra = f"{ROLLOUT}.engine_kwargs.{self.server}.dtype"
         return extra if self.reads_engine_kwargs and self.served and self.config.has(extra) else f"{ROLLOUT}.dtype"
-
-    @property
-    def trains_quantized(self) -> bool:
-        """Return whether verl's vLLM server runs the weights of quantization-aware training."""
-        return self.server == "vllm" and bool(self.get(f"{ROLLOUT}.qat.enable"))
 
     @property
     def is_quantized(self) -> bool:
@@ -399,7 +381,7 @@ class DtypeResolver:
             if value == "auto":
                 return Hop(dtype, f"{name}: as the weights are loaded", requested)
             return Hop(KV_SPELLINGS.get(value, server_dtype(value)), f"{key} goes to {name}", requested)
-        if what == "weights" and self.trains_quantized:
+        if what == "weights" and name == "vllm" and self.get(f"{ROLLOUT}.qat.enable"):
             return Hop("nvfp4", f"{self.engine_node('actor')}.qat", requested)
         extra = self.get(f"{kwargs}.quantization") if self.reads_engine_kwargs else None
         if what == "weights" and (quantization := self.get(f"{ROLLOUT}.quantization") or extra):

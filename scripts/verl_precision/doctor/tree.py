@@ -27,14 +27,11 @@ class Tree:
     """A verl and its state.
 
     Args:
-        root: the folder that contains ``verl/``.
         release: its release, or the nearest one of a foreign tree.
         table: the release whose lines of the table of dtype rules apply.
         state: patched, unpatched or foreign.
-        stack: the id of the stack that is applied.
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
         advice: what `make status` reports of a foreign tree; else empty.
-        missing_fixes: the patches of the series ``fixes``, where only ``precision`` is applied.
     """
 
     root: Path
@@ -45,7 +42,6 @@ class Tree:
     files: Mapping[str, str]
     advice: str
     apply_command: str
-    missing_fixes: frozenset[str]
 
     @property
     def name(self) -> str:
@@ -94,8 +90,6 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         files = {path: "patched" if path in hooked else "release" for path in RULE_FILES}
     else:
         files = compare_files(blobs, own)
-    only_precision = state == "patched" and status.series == "precision"
-    fixes = {patch.name.removesuffix(".patch") for patch in stack.patches if only_precision and patch.fixes}
     return Tree(
         root=found.root,
         release=stack.release,
@@ -105,7 +99,6 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
         files=files,
         advice=f"{status.state}: {status.detail}" if state == "foreign" else "",
         apply_command=apply_command(found.root, status.series),
-        missing_fixes=frozenset(fixes),
     )
 
 

@@ -9,18 +9,16 @@ import venv
 import zipfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from support.diagnoses import ROLLOUT, assert_matches
+from support.diagnoses import ROLLOUT
 from support.trees import edit
 
 from verl_precision import make
 from verl_precision.commands import doctor as command
-from verl_precision.doctor import interpreter
 from verl_precision.doctor.diagnosis import Diagnosis, diagnose
 from verl_precision.doctor.dtype_rules import KNOWN, RULES
-from verl_precision.doctor.interpreter import find_interpreter
+from verl_precision.doctor.interpreter import environment_python, missing
 from verl_precision.doctor.tree import identify_tree, table_release
 from verl_precision.errors import Refused
 from verl_precision.facts import packages
@@ -253,56 +251,30 @@ def test_environment_of_the_verl_is_used(environments):
     assert done.stdout == subprocess.run(here, cwd=REPO, capture_output=True, text=True).stdout
     assert f"unpatched, in {verl}" in done.stdout and done.returncode == 1
     for folder in (verl, verl / "verl"):
-        assert find_interpreter(folder, None) == str(verl.parents[2] / "bin/python3")
+        assert environment_python(folder) == str(verl.parents[2] / "bin/python3")
 
 
-def test_named_python_is_used_for_a_tree_without_one(environments, trees, capfd):
-    python = str(environments["whole"].parents[2] / "bin/python")
-    assert find_interpreter(trees["pristine"], python) == find_interpreter(None, python) == python
-    assert find_interpreter(trees["pristine"], None) is None
-    beside = str(environments["whole"].parents[2] / "bin/python3")
-    assert find_interpreter(environments["whole"], sys.executable) == beside, "the Python beside the verl comes first"
-    assert find_interpreter(environments["bare"], None) is None
-    assert "bin/python3 lacks hydra-core, omegaconf, which the doctor needs" in capfd.readouterr().err
-
-
-def test_python_that_lacks_packages_is_refused_and_not_replaced(environments, trees, monkeypatch):
-    """It is refused if it was named by the user, or if another one had to be set up first."""
-    bare, tried = environments["bare"], []
-    beside = bare.parents[2] / "bin/python3"
+def test_named_python_comes_before_that_of_the_verl_and_that_of_this_checkout(environments, trees, monkeypatch):
+    bare, named, tried = environments["bare"], sys.executable, []
     monkeypatch.setattr(make.setup_env, "setup", lambda *_, patch: tried.append(patch) or "of .venv")
-    lacking = f"{beside} lacks hydra-core, omegaconf{{}}, which the doctor needs: {beside} -m pip install hydra-core "
-    cases = [
-        ({}, str(beside), True, f"PYTHON={beside}: {lacking.format('')}omegaconf, or leave PYTHON out"),
-        ({"VERL": bare}, None, False, f"VERL={bare}: {lacking.format('')}omegaconf, or set .venv up (4 to 7 GB *"),
-        ({"VERL": trees["patched"]}, str(beside), True, f"*{lacking.format(', torch (*')}omegaconf torch, or leave *"),
-        ({}, "/no/such/file", True, "PYTHON=/no/such/file: no such program"),
-    ]
-    for ready in (True, False):
-        monkeypatch.setattr(make.setup_env.Environment, "ready", ready)
-        for values, python, typed, message in cases:
-            if ready and not typed:  # .venv judges the named tree
-                assert make.interpreter("doctor", values, "cpu", python, typed) == "of .venv"
-                continue
-            with pytest.raises(Refused) as refused:
-                make.interpreter("doctor", values, "cpu", python, typed)
-            assert_matches(str(refused.value), message)
-    assert tried == [False], "another verl is examined than that of .venv"
-    assert make.interpreter("doctor", {}, "cpu", None) == "of .venv" and tried[1:] == [True]
-    assert make.interpreter("doctor", {"VERL": trees["pristine"]}, "cpu", None) == "of .venv", "a tree without a Python"
+    for values, typed, expected in (
+        ({"VERL": bare}, True, named),
+        ({}, True, named),
+        ({"VERL": bare}, False, str(bare.parents[2] / "bin/python3")),
+        ({"VERL": trees["pristine"]}, False, "of .venv"),  # a tree without a Python
+        ({}, False, "of .venv"),
+    ):
+        assert make.interpreter("doctor", values, "cpu", named, typed) == expected
+    assert tried == [False, True], "another verl is examined than that of .venv"
+    with pytest.raises(Refused, match="^PYTHON=/no/such/file: no such program$"):
+        make.interpreter("doctor", {}, "cpu", "/no/such/file", True)
 
 
-def test_missing_packages_and_pythons_are_named(environments, trees, monkeypatch):
-    for tree in (trees["pristine"], trees["patched"], None):
-        assert interpreter.missing(tree) == []
+def test_missing_packages_are_named(trees, monkeypatch):
+    assert missing(trees["pristine"]) == missing(trees["patched"]) == []
     monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None if name == "torch" else name)
-    assert interpreter.missing(trees["pristine"]) == []
-    assert interpreter.missing(trees["patched"]) == ["torch (for a patched verl)"]
-    own = SimpleNamespace(submodule_search_locations=[str(trees["patched"] / "verl")])
-    monkeypatch.setattr(packages.importlib.util, "find_spec", {"hydra": 1, "omegaconf": 1, "verl": own}.get)
-    assert interpreter.missing(None) == ["torch (for a patched verl)"], "this Python's own verl is patched, too"
-    monkeypatch.setattr(interpreter, "PYTHON", (4, 0))
-    assert interpreter.missing(trees["pristine"]) == ["Python 4.0"]
+    assert missing(trees["pristine"]) == []
+    assert missing(trees["patched"]) == ["torch (for a patched verl)"]
 
 
 def test_script_names_packages_that_its_python_lacks(environments):

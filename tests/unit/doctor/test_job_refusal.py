@@ -8,7 +8,7 @@ import pytest
 
 from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.job_refusal import ask_doctor, examined
-from verl_precision.doctor.model_support import (
+from verl_precision.doctor.refusals import (
     latent_attention,
     missing_kv_heads,
     mixtral_weights,
@@ -148,17 +148,6 @@ def test_sliding_window_in_all_layers_needs_small_blocks(tmp_path):
     ):
         assert bool(sliding_window_blocks(mistral | config, given, vllm)) == ends, (config, given)
     assert sliding_window_blocks(mistral, {}, tmp_path) is None, "another vLLM chooses other blocks"
-
-
-@pytest.mark.subprocess
-@pytest.mark.parametrize(
-    ("words", "found"),
-    [("error", True), ("right", True), ("left", False), ("error data.filter_overlong_prompts=true", False)],
-)
-def test_doctor_reports_a_truncation_that_verl_ignores(words, found):
-    findings = diagnose(examined(SITE), [f"data.truncation={words}".split()[0], *words.split()[1:]]).findings
-    keys = [finding.key for finding in findings if "cuts the left end off" in finding.effect]
-    assert keys == ["data.truncation"] * found
 
 
 def test_tree_without_a_wheel_to_compare_it_with_is_not_examined(monkeypatch, capsys):

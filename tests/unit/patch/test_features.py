@@ -33,7 +33,9 @@ def decides(release: str, hop: str, implementation: str) -> bool:
 
 FACTS = {
     "legacy_workers": lambda release, wheel: wheel.matches("workers/fsdp_workers.py"),
-    "engine_critic": lambda release, wheel: decides(release, "critic.compute", "engine"),
+    "engine_critic": lambda release, wheel: (
+        decides(release, "critic.compute", "engine") or wheel.matches("workers/engine/fsdp/engine_impl.py")
+    ),
     "engine_critic_fails": lambda release, wheel: (
         wheel.matches("workers/roles/critic.py")
         and wheel.matches("workers/roles/critic.py", "FSDPCriticModelCfg|hf_config")

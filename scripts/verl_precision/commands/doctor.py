@@ -20,12 +20,11 @@ from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu, find_gpus
 from verl_precision.facts.packages import check_packages, package_folder
-from verl_precision.parser import Parser, folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree
 from verl_precision.run.presets import GUIDE
 from verl_precision.spelling import spelled
-from verl_precision.words import gpu_present, shell_words
+from verl_precision.words import Parser, folder, gpu_present, shell_words
 
 # The hops in whose dtype a GPU multiplies.
 COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute", "rollout.weights")

@@ -21,8 +21,8 @@ from verl.utils.reward_score import default_compute_score
 COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
-def unique(source: str) -> tuple[datasets.Dataset, int]:
-    """Return the first row of each prompt of ``source``, and the number of prompts with contradictory answers.
+def unique(source: str) -> datasets.Dataset:
+    """Return the first row of each prompt of ``source``.
 
     A source that cannot be loaded, that lacks a column or has a row that verl cannot score is an OSError or ValueError.
     """
@@ -30,16 +30,13 @@ def unique(source: str) -> tuple[datasets.Dataset, int]:
     missing = [column for column in COLUMNS if column not in rows.column_names]
     if missing:
         raise ValueError(f"lacks the column {missing[0]!r}; it has {', '.join(rows.column_names)}")
-    answers: dict[str, str] = {}
-    first, contradicted = [], set()
+    first: dict[str, int] = {}  # the row of each prompt
     for start in range(0, len(rows), 10_000):
         batch = rows[start : start + 10_000]
         facts = zip(batch["prompt"], batch["reward_model"], batch["data_source"], strict=True)
         for index, (prompt, reward, data_source) in enumerate(facts, start):
             text, answer = "\n".join(message["content"] for message in prompt), reward["ground_truth"]
-            if text in answers:
-                if answers[text] != answer:
-                    contradicted.add(text)
+            if text in first:
                 continue
             if not isinstance(answer, str) or not answer:
                 raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
@@ -49,9 +46,8 @@ def unique(source: str) -> tuple[datasets.Dataset, int]:
                 raise ValueError(f"row {index}: {error}") from error
             if scored["score"] != 1:
                 raise ValueError(f"row {index}: verl scores its ground truth {answer!r} as wrong")
-            answers[text] = answer
-            first.append(index)
-    return rows.select(first).select_columns(list(COLUMNS)), len(contradicted)
+            first[text] = index
+    return rows.select(first.values()).select_columns(list(COLUMNS))
 
 
 def main() -> None:
@@ -69,10 +65,9 @@ def main() -> None:
         except (OSError, ValueError, KeyError) as error:
             sys.exit(f"--{option.replace('_', '-')} {source}: {' '.join(str(error).split())}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for split, (rows, contradicted) in splits.items():
+    for split, rows in splits.items():
         rows.to_parquet(str(arguments.out / f"{split}.parquet"))
-        remark = f"; {contradicted} occurred with another answer too; the first is kept" if contradicted else ""
-        print(f"{arguments.out}/{split}.parquet: {len(rows)} prompts{remark}")
+        print(f"{arguments.out}/{split}.parquet: {len(rows)} prompts")
 
 
 if __name__ == "__main__":

@@ -69,10 +69,7 @@ class Recording:
         return TokenOutput(**json.loads(row[0]))
 
 
-@cache
-def recording(file: str, mode: str) -> Recording:
-    """Return the recording, opened once per process."""
-    return Recording(file, mode)
+recording = cache(Recording)  # opened once per process
 
 
 class RecordedServer:

@@ -106,7 +106,7 @@ def test_each_problem_of_dapo_is_kept_once_and_scored(tmp_path, prepare):
     test = write(tmp_path / "test", train=[dapo("AIME?", "033", 0, raw_problem="AIME?")] * 32)
     done = prepare("dapo_math", "--source", train, "--test-source", test)
     assert done.lines == [
-        f"{tmp_path}/out/train.parquet: 2 prompts; 1 occurred with another answer too; the first is kept",
+        f"{tmp_path}/out/train.parquet: 2 prompts",
         f"{tmp_path}/out/test.parquet: 1 prompts",
     ]
     assert read(tmp_path / "out/train.parquet") == three[:2]

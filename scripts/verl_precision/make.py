@@ -36,8 +36,6 @@ def variables(name: str) -> Iterable[str]:
 def chosen_device(name: str, values: dict[str, str]) -> str:
     """Return the device whose environment the target runs in, and leave DEVICE in ``values`` only for its command."""
     default = "cuda" if gpu_present() and name != "mutants" else "cpu"
-    if name == "plan-memory":  # its DEVICE is the planned one
-        return default
     given = {each: os.environ[each] for each in ["DEVICE"] if os.environ.get(each)} | values
     device = one_of(given, "DEVICE", ["cpu", "cuda"], default)
     values.pop("DEVICE", None)

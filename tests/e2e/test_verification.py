@@ -11,7 +11,7 @@ from verl_precision.verify.steps import STEPS
 
 pytestmark = pytest.mark.slow  # four minutes; tests/unit/verify tests the steps
 # Of bench.py's parts one: tests/unit/bench runs them all.
-QUICK = ("hardware", "doctor", "scaler", "engine", "layers", "sanity-fp16", "bench-amp")
+QUICK = ("hardware", "doctor", "scaler", "engine", "training", "sanity-fp16", "bench-amp")
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_command_line_wins_over_the_environment(started, monkeypatch, environmen
         ("probe", "cuda"),
         ("bench DEVICE=cpu", "cpu"),
         ("mutants", "cpu"),
-        ("plan-memory EXPERIMENT=dense_7b DEVICE=cpu", "cuda"),  # its DEVICE is the planned one
+        ("plan-memory EXPERIMENT=dense_7b", "cuda"),
     ],
 )
 def test_machine_with_a_gpu_uses_it(started, monkeypatch, words, device):

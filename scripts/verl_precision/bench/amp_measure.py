@@ -9,9 +9,7 @@ from typing import Any, Optional
 import torch
 
 from verl_precision.bench.amp_scenarios import SCENARIOS, TF32, Arm, BuiltArm, arms_on
-from verl_precision.bench.gpu_formats import set_tf32
-from verl_precision.bench.interleave import rounds
-from verl_precision.bench.resource_usage import peak_memory
+from verl_precision.bench.measurement import peak_memory, rounds, set_tf32
 
 LAST = 5  # updates over which the final loss is a mean
 

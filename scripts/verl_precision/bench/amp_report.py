@@ -9,8 +9,7 @@ import torch
 
 from verl_precision.bench.amp_measure import LAST, ArmResult
 from verl_precision.bench.amp_scenarios import BASE, SCENARIOS, TF32
-from verl_precision.bench.interleave import machine
-from verl_precision.bench.resource_usage import PEAK_MEMORY_METHOD
+from verl_precision.bench.measurement import PEAK_MEMORY_METHOD, machine
 from verl_precision.format import markdown_table, significant
 
 

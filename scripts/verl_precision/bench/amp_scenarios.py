@@ -12,7 +12,7 @@ from recipes.amp.evolution.member import Policy, cloning_loss, play
 from recipes.amp.ppo.algorithm import PPO, PPOConfig
 from recipes.amp.trainer import FP16Trainer, FP16TrainingConfig
 from recipes.amp.world_model import WorldModel, collect, world_model_loss
-from verl_precision.bench.gpu_formats import lacks_ampere
+from verl_precision.bench.measurement import lacks_ampere
 
 BASE = "fp32"
 TF32 = "tf32"  # float32 whose products are computed in TF32

@@ -8,7 +8,7 @@ from dataclasses import asdict, fields
 from itertools import groupby
 from pathlib import Path
 
-from verl_precision.bench.regime_timing import BASE, RegimeTiming
+from verl_precision.bench.regimes import BASE, RegimeTiming
 from verl_precision.format import markdown_table, number
 
 REGIMES = (BASE, "fp16", "fp16 upstream", "fp32")
@@ -16,8 +16,6 @@ PARTS = {
     "optimizer step": "fp32 runs bf16's code: its distance from 1 is the noise. `fp16 upstream` is verl's sequence "
     "(unscale, clip,\nstep, update); with fused AdamW it uses torch's `GradScaler`, because `ShardedGradScaler`, which "
     "verl uses,\nraises there.",
-    "forward and backward": "Decoder layers whose weights are of the regime's dtype, as FSDP2 casts them, under the "
-    "autocast of verl's\nengine. No head, no loss, no optimizer. fp32 without TF32.",
     "training step": "verl's worker on one rank: FSDP2 with fp32 masters, forward, loss, backward and optimizer step. "
     "fp32 without TF32.",
 }
@@ -42,7 +40,7 @@ def markdown(rows: list[RegimeTiming], device_name: str) -> str:
     lines = ["# What fp16 costs", ""]
     lines += [f"Measured by `make bench` on {device_name}; Python {platform.python_version()}, {versions}.", ""]
     lines += ["Ratios are to bf16 in the same round, the median over at least 41 rounds of an optimizer step or"]
-    lines += ["11 of a pass; below 1 is faster.", ""]
+    lines += ["11 of a training step; below 1 is faster.", ""]
     for part, text in PARTS.items():
         measured = [row for row in rows if row.part == part and not row.left_out]
         if not measured:

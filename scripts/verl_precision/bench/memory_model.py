@@ -18,40 +18,25 @@ ENTROPY = 10  # bytes per logit of the entropy in its eager form, in fp32; compi
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model in training, on one rank.
-
-    Args:
-        critic: whether the head has a single output.
-        strategy: ``fsdp`` or ``fsdp2``.
-        shards: ranks that share the parameters.
-        tokens: of a micro-batch on this rank, after sequence parallelism.
-        micro_batches: per optimizer step.
-        compute, reduce, base: names of dtypes; ``base`` is the weights'.
-        lora_rank: of adapters on all projections, in fp32, which are then all that is trained; 0 without LoRA.
-        offload_params, offload_adam: whether they move to the host while another model, or the rollout, is at work.
-        deferred: gradients are reduced after the last micro-batch only (``use_no_sync_for_gradient_accumulation``).
-        fused_head: the logits are never materialized (``use_fused_kernels``).
-        logits_twice: two copies of the logits exist: before and after a temperature other than 1, or with and without
-            padding.
-    """
+    """A model in training, on one rank."""
 
     shape: ModelShape
-    critic: bool
-    strategy: str
-    shards: int
-    tokens: int
-    micro_batches: int
+    critic: bool  # the head has a single output
+    strategy: str  # fsdp or fsdp2
+    shards: int  # ranks that share the parameters
+    tokens: int  # of a micro-batch on this rank, after sequence parallelism
+    micro_batches: int  # per optimizer step
     compute: str
-    on_cpu: bool
     checkpointing: bool
+    on_cpu: bool = False  # only the workers that the tests measure
     reduce: str = "float32"
-    base: str = "float32"
-    lora_rank: int = 0
-    offload_params: bool = False
+    base: str = "float32"  # dtype of the weights
+    lora_rank: int = 0  # of adapters on all projections, in fp32, which are then all that is trained
+    offload_params: bool = False  # to the host while another model, or the rollout, is at work
     offload_adam: bool = False
-    deferred: bool = False
-    fused_head: bool = False
-    logits_twice: bool = False
+    deferred: bool = False  # gradients are reduced after the last micro-batch (use_no_sync_for_gradient_accumulation)
+    fused_head: bool = False  # the logits are never materialized (use_fused_kernels)
+    logits_twice: bool = False  # before and after a temperature other than 1, or with and without padding
 
     @property
     def head(self) -> int:
@@ -64,8 +49,10 @@ class TrainedModel:
 
     @property
     def adapters(self) -> int:
-        """Parameters of a layer's LoRA adapters."""
-        return self.shape.adapters(self.lora_rank)
+        """Parameters of a layer's LoRA adapters, on all of its projections."""
+        s = self.shape
+        attention = 2 * (s.hidden + s.query_width) + 2 * (s.hidden + s.key_width)
+        return self.lora_rank * (attention + 3 * (s.hidden + s.intermediate))
 
     @property
     def trained(self) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from verl_precision.bench.memory_model import TrainedModel
 from verl_precision.bench.model_shape import ModelShape, model_config
@@ -21,10 +21,9 @@ GIB = 2**30
 # Device memory outside tensors: the CUDA context, NCCL's buffers, fragmentation, the sleeping rollout.
 # verl-project/verl, pull request 7461: 39.63 GiB on the device with 35.68 allocated, 37.80 with 33.70.
 OUTSIDE_TENSORS = 4 * GIB
-# Proportional set sizes of a job's processes on one machine without a GPU, less tensors and KV cache. Fitted to one run
-# of `make run STEPS=2` (7.17 GiB, its trainer 1.05); a server's share to the processes of another run.
-CPU_PROCESSES = {"job": 3.4 * GIB, "trainer": 0.9 * GIB, "server": 1.7 * GIB}
 PARALLEL = ("fsdp_size", "ulysses_sequence_parallel_size")
+OF_TRAINER = ("weights", "Adam", "gradients", "gathered", "reduced", "activations", "logits")
+OF_ROLLOUT = ("rollout's weights", "KV cache")
 
 
 def peak(moments: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
@@ -33,64 +32,65 @@ def peak(moments: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
     return name, sum(moments[name].values())
 
 
-@dataclass(frozen=True)
-class RolloutMemory:
-    """The bytes that vLLM takes on one GPU, one of ``tensor_parallel`` per server.
+class RolloutMemory(NamedTuple):
+    """The bytes that vLLM takes on one GPU."""
 
-    Args:
-        weights: this GPU's share of the model.
-        cache: of the KV cache, as large as vLLM may make it; ``cache_per_token`` of them for each token.
-    """
-
-    weights: int
-    cache: int
+    weights: int  # this GPU's share of the model
+    cache: int  # of the KV cache, as large as vLLM may make it
     cache_per_token: int
-    tensor_parallel: int
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The memory of a job's workers at each moment of a step, in bytes by part.
-
-    Args:
-        on_cpu: the whole job is planned on one machine without a GPU.
-        memory: bytes of one GPU, or of that machine.
-        tokens: of the actor's micro-batches.
-    """
+    """The memory of a job's workers at each moment of a step, in bytes by part."""
 
     model: str
     shape: ModelShape
-    on_cpu: bool
     nodes: int
     gpus: int
-    memory: int
-    tokens: int
+    memory: int  # of one GPU
+    tokens: int  # of the actor's micro-batches
     rollout: RolloutMemory
     moments: dict[str, dict[str, int]]
 
     @property
     def training_peak(self) -> int:
         """The peak of the training process's tensors: verl's ``perf/max_memory_allocated_gb``."""
-        of_rollout = ("rollout's weights", "KV cache")
-        return max(sum(v for k, v in parts.items() if k not in of_rollout) for parts in self.moments.values())
-
-    @property
-    def host_memory(self) -> dict[str, float]:
-        """Bytes of the whole job by kind of process, on one machine without a GPU."""
-        workers = self.nodes * self.gpus
-        servers = workers // self.rollout.tensor_parallel
-        rollouts = workers * (self.rollout.weights + self.rollout.cache)
-        return {
-            "Ray, driver, agent loops": CPU_PROCESSES["job"],
-            "trainers": workers * (CPU_PROCESSES["trainer"] + self.training_peak),
-            "rollout servers": servers * CPU_PROCESSES["server"] + rollouts,
-        }
+        return max(sum(parts.get(part, 0) for part in OF_TRAINER) for parts in self.moments.values())
 
     @property
     def fits(self) -> bool:
-        if self.on_cpu:
-            return sum(self.host_memory.values()) <= self.memory
         return peak(self.moments)[1] + OUTSIDE_TENSORS <= self.memory
+
+    def table(self, title: str) -> str:
+        """Return the model and the machines, the parts of each moment in GiB, and whether the job fits.
+
+        An asterisk marks the largest sum; parts that are zero throughout are left out.
+        """
+        shape, rollout = self.shape, self.rollout
+        shown = [part for part in OF_TRAINER + OF_ROLLOUT if any(parts.get(part) for parts in self.moments.values())]
+        largest, size = peak(self.moments)
+        rows = [["GiB of each worker", *shown, "sum"]]
+        for name, parts in self.moments.items():
+            cells = [f"{parts.get(part, 0) / GIB:.1f}" if parts.get(part) else "" for part in shown]
+            rows.append([name, *cells, f"{sum(parts.values()) / GIB:.1f}{' *' if name == largest else ''}"])
+        first, *others = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        experts = f", {shape.experts} experts, {shape.active} of them active" if shape.experts else ""
+        fits = f"{'fits' if self.fits else 'DOES NOT FIT'} into {self.memory / GIB:.0f}"
+        return "\n".join(
+            [
+                f"{title}: {self.model}, {shape.total / 1e9:.2f} G parameters{experts}",
+                f"{self.nodes} nodes of {self.gpus} GPUs of {self.memory / GIB:.0f} GiB, "
+                f"micro-batches of {self.tokens:,} tokens a worker",
+                "",
+                *("  ".join([row[0].ljust(first), *map(str.rjust, row[1:], others)]) for row in rows),
+                "",
+                f"{size / GIB:.1f} GiB of tensors at most ({largest}) and {OUTSIDE_TENSORS / GIB:.0f} outside tensors: "
+                f"{fits}",
+                f"KV cache: {rollout.cache // rollout.cache_per_token:,} tokens a rollout server at most, "
+                f"{rollout.cache_per_token / 1024:.0f} KiB each on a GPU",
+            ]
+        )
 
 
 def check_supported(config: "DictConfig") -> None:
@@ -105,13 +105,13 @@ def check_supported(config: "DictConfig") -> None:
     ModelShape.of(model_config(name), name)  # before verl is imported, which takes long
     from verl.trainer.ppo.utils import need_critic
 
-    ours, on_cpu = "actor_rollout_ref", config.trainer.device == "cpu"
+    ours = "actor_rollout_ref"
     roles = {f"{ours}.actor": "fsdp_config"} | ({"critic": "fsdp"} if need_critic(config) else {})
     supported = {
         f"{ours}.model.enable_activation_offload": (False,),
         f"{ours}.actor.entropy_coeff": (0,),
         f"{ours}.actor.calculate_entropy": (False,),
-        f"{ours}.rollout.free_cache_engine": (False, True) if on_cpu else (True,),
+        f"{ours}.rollout.free_cache_engine": (True,),
         f"{ours}.model.lora_adapter_path": (None,),
     }
     if config.actor_rollout_ref.model.lora_rank:
@@ -144,7 +144,7 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
 
     Args:
         config: composed and resolved.
-        memory: bytes of one GPU, or of the machine if it has none.
+        memory: bytes of one GPU.
         length: tokens of a prompt and its answer; None for the most that the configuration allows.
 
     Raises:
@@ -185,13 +185,16 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     if sent_from_host:
         moments["weights to the host"] = loaded | {"gathered": whole}
 
-    scoring = replace(policy, tokens=scored_tokens(config, rollout, length))
+    def scorer(role: "DictConfig") -> TrainedModel:  # rollout or ref, which sets the size of its micro-batches
+        budget, rows = role.log_prob_max_token_len_per_gpu, role.log_prob_micro_batch_size_per_gpu
+        batch = config.data.train_batch_size
+        return replace(policy, tokens=micro_batch(config, batch, budget, rows, length, sequence_parallel(config))[0])
+
     compiled = config.actor_rollout_ref.actor.fsdp_config.use_torch_compile
-    for moment, parts in scoring.scoring_moments(entropy=not compiled).items():
+    for moment, parts in scorer(rollout).scoring_moments(entropy=not compiled).items():
         moments[f"log-probabilities, {moment}"] = loaded | parts
     if need_reference_policy(config):  # its weights stay on the host and are loaded layer by layer
-        reference = replace(policy, tokens=scored_tokens(config, config.actor_rollout_ref.ref, length))
-        for moment, parts in reference.scoring_moments(entropy=False).items():
+        for moment, parts in scorer(config.actor_rollout_ref.ref).scoring_moments(entropy=False).items():
             moments[f"reference, {moment}"] = idle | parts
     for role, model in models.items():
         for moment, parts in model.update_moments().items():
@@ -200,7 +203,6 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     return MemoryPlan(
         model=name,
         shape=shape,
-        on_cpu=config.trainer.device == "cpu",
         nodes=config.trainer.nnodes,
         gpus=config.trainer.n_gpus_per_node,
         memory=memory,
@@ -220,10 +222,7 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
     dtype = SERVER_SPELLINGS["bfloat16" if rollout.dtype == "auto" else rollout.dtype]  # auto: that of most checkpoints
     tensor_parallel = rollout.tensor_model_parallel_size
     weights = BYTES[dtype] * shape.total // tensor_parallel
-    if config.trainer.device == "cpu":  # vLLM allocates a KV cache of a fixed size there
-        cache = int(config.ray_kwargs.ray_init.runtime_env.env_vars.VLLM_CPU_KVCACHE_SPACE) * GIB
-    else:
-        cache = int(rollout.gpu_memory_utilization * memory) - weights
+    cache = int(rollout.gpu_memory_utilization * memory) - weights
     if cache < GIB:
         raise Refused(
             f"actor_rollout_ref.rollout.gpu_memory_utilization={rollout.gpu_memory_utilization}: "
@@ -231,7 +230,7 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
         )
     # Keys and values of each layer; a GPU has at least one head of each.
     per_token = 2 * shape.layers * max(shape.head_dim, shape.key_width // tensor_parallel) * BYTES[dtype]
-    return RolloutMemory(weights, cache, per_token, tensor_parallel)
+    return RolloutMemory(weights, cache, per_token)
 
 
 def micro_batch(
@@ -262,12 +261,6 @@ def sequence_parallel(config: "DictConfig") -> int:
     return old if old > 1 else actor.fsdp_config.ulysses_sequence_parallel_size
 
 
-def scored_tokens(config: "DictConfig", role: "DictConfig", length: int) -> int:
-    """Return the tokens of a micro-batch of log-probabilities, whose size ``role`` sets: rollout or ref."""
-    budget, rows = role.log_prob_max_token_len_per_gpu, role.log_prob_micro_batch_size_per_gpu
-    return micro_batch(config, config.data.train_batch_size, budget, rows, length, sequence_parallel(config))[0]
-
-
 def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: bool) -> TrainedModel:
     """Return the actor, or the critic, of a composed configuration; ``length``: tokens of a prompt and its answer."""
     from verl.utils.precision import Precision, apply_role_dtype, dtype_name
@@ -282,7 +275,7 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
     resolved = SimpleNamespace(**dtypes, strategy=role.strategy, forward_only=False, precision_requested=True)
     apply_role_dtype(role.get("dtype"), "fsdp" if critic else "fsdp_config", resolved)
     precision = Precision.resolve(resolved, lora=lora_rank > 0)
-    world, on_cpu = config.trainer.nnodes * config.trainer.n_gpus_per_node, config.trainer.device == "cpu"
+    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
     # For a critic verl 0.9.1's trainer passes on this key only, which its yaml does not have.
     budget = role.get("ppo_infer_max_token_len_per_gpu", 32768) if critic else role.ppo_max_token_len_per_gpu
     parallel = engine.ulysses_sequence_parallel_size if critic else sequence_parallel(config)
@@ -300,12 +293,10 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
         reduce=dtype_name(precision.reduce),
         base=dtype_name(precision.base),
         lora_rank=lora_rank,
-        on_cpu=on_cpu,
         checkpointing=model.enable_gradient_checkpointing,
         offload_params=engine.param_offload,
         offload_adam=engine.optimizer_offload,
         deferred=engine.use_no_sync_for_gradient_accumulation and not always_synced,
         fused_head=bool(model.get("use_fused_kernels", False)),
-        # Padding takes a copy; on a CPU the loss outweighs it.
-        logits_twice=config.actor_rollout_ref.rollout.temperature != 1 or not (model.use_remove_padding or on_cpu),
+        logits_twice=config.actor_rollout_ref.rollout.temperature != 1 or not model.use_remove_padding,
     )

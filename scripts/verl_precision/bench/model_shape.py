@@ -14,29 +14,21 @@ KINDS = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Dimensions of a decoder of Llama's kind.
-
-    Args:
-        bias: whether the query, key and value projections have a bias (Qwen2, and the others with ``attention_bias``).
-        output_bias: whether the output projection of the attention has one, too (never in Qwen2).
-        qk_norm: whether queries and keys are normalized (Qwen3).
-        intermediate: width of the MLP, or of each expert.
-        experts: experts per layer, 0 for a dense model; ``active`` of them compute each token.
-    """
+    """Dimensions of a decoder of Llama's kind."""
 
     vocab: int
     hidden: int
-    intermediate: int
+    intermediate: int  # width of the MLP, or of each expert
     layers: int
-    heads: int
-    kv_heads: int
+    query_width: int  # of all heads
+    key_width: int
     head_dim: int
     tied: bool
-    bias: bool
-    qk_norm: bool
-    experts: int = 0
-    active: int = 1
-    output_bias: bool = False
+    bias: bool  # of the query, key and value projections: Qwen2, and the others with attention_bias
+    output_bias: bool  # of the attention's output projection: never in Qwen2
+    qk_norm: bool  # queries and keys are normalized: Qwen3
+    experts: int = 0  # per layer, 0 for a dense model
+    active: int = 1  # of them, for each token
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> "ModelShape":
@@ -58,28 +50,21 @@ class ModelShape:
         if moe and (config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers")):
             raise Refused(f"MODEL={name}: some of its layers have no experts; all layers must have the same structure")
         heads, biased = config["num_attention_heads"], bool(config.get("attention_bias", False))
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
         return cls(
             vocab=config["vocab_size"],
             hidden=config["hidden_size"],
             intermediate=config[width],
             layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            query_width=heads * head_dim,
+            key_width=(config.get("num_key_value_heads") or heads) * head_dim,
+            head_dim=head_dim,
             tied=bool(config.get("tie_word_embeddings", False)),
             bias=kind == "qwen2" or biased,
             output_bias=kind != "qwen2" and biased,
             qk_norm=kind.startswith("qwen3"),
             **({"experts": config["num_experts"], "active": config["num_experts_per_tok"]} if moe else {}),
         )
-
-    @property
-    def query_width(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def key_width(self) -> int:
-        return self.kv_heads * self.head_dim
 
     @property
     def embedding(self) -> int:
@@ -105,11 +90,6 @@ class ModelShape:
         """Parameters of the whole model."""
         return self.layers * self.block + self.hidden + (1 if self.tied else 2) * self.embedding
 
-    def adapters(self, rank: int) -> int:
-        """Return the parameters of LoRA adapters of this rank on all projections of one dense layer."""
-        attention = 2 * (self.hidden + self.query_width) + 2 * (self.hidden + self.key_width)
-        return rank * (attention + 3 * (self.hidden + self.intermediate))
-
     def saved_bytes(self, c: int, upcast: bool) -> int:
         """Return the bytes per token that one layer saves for its backward pass.
 
@@ -129,11 +109,7 @@ class ModelShape:
 
 
 def model_config(path: str) -> Mapping[str, Any]:
-    """Return the ``config.json`` of ``path``: a model's folder, or a model whose dimensions are built in.
-
-    Raises:
-        Refused: ``path`` is neither.
-    """
+    """Return the ``config.json`` of ``path``: a model's folder, or a model whose dimensions are built in."""
     file = Path(path).expanduser() / "config.json"
     if file.exists():
         try:
@@ -148,7 +124,6 @@ def model_config(path: str) -> Mapping[str, Any]:
 
 
 def entries(kind: str, vocab: int, hidden: int, intermediate: int, layers: int, heads: int, kv: int, **more) -> dict:
-    """Return the entries of a ``config.json``."""
     sizes = {"vocab_size": vocab, "hidden_size": hidden, "intermediate_size": intermediate}
     sizes |= {"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv}
     return {"model_type": kind} | sizes | more

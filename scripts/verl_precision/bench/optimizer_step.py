@@ -8,10 +8,8 @@ import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from verl_precision.bench.host_calls import host_calls
-from verl_precision.bench.ranks import alternate, decided_by_first
-from verl_precision.bench.regime_timing import RegimeTiming, timings_of
-from verl_precision.bench.resource_usage import too_large
+from verl_precision.bench.measurement import too_large
+from verl_precision.bench.regimes import RegimeTiming, alternate, decided_by_first, host_calls, timings_of
 
 WIDTH = 1024  # 2**20 elements per parameter, as typical for small models
 MOST_LAYERS = 300  # larger models have larger parameters, not more: 290 in Qwen2.5-0.5B, 338 in 1.5B, 339 in 7B
@@ -86,14 +84,10 @@ def measure_steps(ranks: int, sizes: list[int], seconds: float, device: str) -> 
             if decided_by_first(bool(reason)):
                 yield [RegimeTiming(**configuration, regime="all", left_out=reason)]
             else:
-                yield time_steps(size, fused, seconds, device, configuration)
-
-
-def time_steps(size: int, fused: bool, seconds: float, device: str, configuration: dict) -> list[RegimeTiming]:
-    """Time the optimizer step of a model of ``size`` million parameters in each regime, and count its calls."""
-    with torch.device(device):
-        module = fully_sharded(size)
-    steps, fill = optimizer_steps(module, fused, device), partial(fill_gradients, module)
-    times = alternate(steps, fill, seconds, device)
-    counts = {regime: host_calls(step, device, partial(fill, regime)) for regime, step in steps.items()}
-    return timings_of(times, counts, **configuration)
+                with torch.device(device):
+                    module = fully_sharded(size)
+                steps, fill = optimizer_steps(module, fused, device), partial(fill_gradients, module)
+                times = alternate(steps, fill, seconds, device)
+                counts = {regime: host_calls(step, device, partial(fill, regime)) for regime, step in steps.items()}
+                yield timings_of(times, counts, **configuration)
+                del module, steps, fill  # before the next is measured against the free memory

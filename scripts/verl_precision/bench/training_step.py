@@ -5,12 +5,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from verl_precision.bench.layer_pass import dtypes_on, time_passes
+from verl_precision.bench.measurement import lacks_ampere, peak_memory
 from verl_precision.bench.model_shape import ModelShape, entries
-from verl_precision.bench.regime_timing import RegimeTiming
+from verl_precision.bench.regimes import BASE, RegimeTiming, alternate, host_calls, timings_of
+from verl_precision.facts.dtypes import torch_dtype
 
 ROWS = 8
 VOCABULARY = 32000
+LEAST_ROUNDS = 11  # fp32 takes seconds a round on some GPUs
 
 
 def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> dict[str, Callable[[], None]]:
@@ -73,6 +75,38 @@ def build_workers(config: dict, dtypes: dict[str, torch.dtype], length: int) -> 
     return {name: lambda trained=trained: step(trained) for name, trained in workers.items()}
 
 
+def dtypes_on(device: str) -> tuple[dict[str, torch.dtype], dict[str, str]]:
+    """Return the dtype of each regime that ``device`` can compute in, and the reason for each regime that it cannot."""
+    reason = lacks_ampere("bfloat16") if device == "cuda" else ""
+    left_out = {BASE: reason} if reason else {}
+    return {name: torch_dtype(name) for name in (BASE, "fp16", "fp32") if name not in left_out}, left_out
+
+
+def time_training(
+    steps: dict[str, Callable[[], object]], left_out: dict[str, str], seconds: float, device: str, **configuration
+) -> list[RegimeTiming]:
+    """Measure each regime's peak memory above the weights, time the regimes in turns, and count their calls.
+
+    Args:
+        steps: by regime; a step that runs out of the GPU's memory is removed and left out.
+        left_out: the regimes that the device cannot compute in, each with the reason.
+    """
+    left_out, peaks = dict(left_out), {}
+    for regime in list(steps):
+        try:
+            with peak_memory(torch.device(device)) as peak:
+                steps[regime]()  # allocates Adam's state
+                steps[regime]()
+                peaks[regime] = peak() / 2**30
+        except torch.OutOfMemoryError:
+            left_out[regime] = f"needs more than the {torch.cuda.mem_get_info()[1] / 1e9:.1f} GB of this GPU"
+            del steps[regime]
+    times = alternate(steps, lambda regime: None, seconds, device, LEAST_ROUNDS) if steps else {}
+    counts = {regime: host_calls(run, device) for regime, run in steps.items()}
+    without = [RegimeTiming(**configuration, regime=regime, left_out=why) for regime, why in left_out.items()]
+    return timings_of(times, counts, peaks, **configuration) + without
+
+
 def measure_training(layers: int, width: int, length: int, seconds: float, device: str) -> Iterator[list[RegimeTiming]]:
     """Yield the timings of the training step in bf16, fp16 and fp32.
 
@@ -82,7 +116,7 @@ def measure_training(layers: int, width: int, length: int, seconds: float, devic
     """
     dtypes, left_out = dtypes_on(device)
     config = entries("qwen2", VOCABULARY, width, 4 * width, layers, 16, 16)
-    yield time_passes(
+    yield time_training(
         build_workers(config, dtypes, length),
         left_out,
         seconds,

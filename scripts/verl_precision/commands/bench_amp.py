@@ -65,8 +65,7 @@ def main(words: list[str]) -> int:
     from recipes.amp.options import resolve_device
     from verl_precision.bench.amp_measure import measure
     from verl_precision.bench.amp_report import markdown, speed_up
-    from verl_precision.bench.interleave import machine_slug
-    from verl_precision.bench.resource_usage import allocate_workspaces
+    from verl_precision.bench.measurement import allocate_workspaces, machine_slug
 
     out = options.out or REPO / "docs" / "results"
     try:

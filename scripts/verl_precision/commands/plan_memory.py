@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_precision.bench.memory_plan import GIB, MemoryPlan, check_supported, plan_job
-from verl_precision.bench.memory_report import table
 from verl_precision.files import check_room, write_json
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.run.validation import validate
@@ -26,8 +25,7 @@ VARIABLES = {
     "ALGO": "default grpo; ppo has a critic: {algo}",
     "RECIPE": "another objective than ALGO's, default none: {recipe}",
     "MODEL": "a folder with a config.json, or a model whose dimensions are built in, default the experiment's",
-    "DEVICE": "cuda, or cpu for the whole job on one machine without a GPU; default cuda, on any machine",
-    "MEMORY": "GiB of one GPU, or of that machine, default 80",
+    "MEMORY": "GiB of one GPU, default 80",
     "LENGTH": "tokens of a prompt and its answer, default the experiment's maximum",
     "OUT": "a folder for the tables, also as JSON, default none",
     "ARGS": "further Hydra overrides of verl in one string, e.g. 'trainer.nnodes=4 trainer.n_gpus_per_node=4'",
@@ -59,15 +57,14 @@ def parse(words: list[str]) -> PlanRequest:
     """Return what the words request, after refusing those that are not allowed."""
     values = parse_words(words, VARIABLES)
     memory, length = whole_number(values, "MEMORY", 1, 80) * GIB, whole_number(values, "LENGTH", 1, None)
-    device = one_of(values, "DEVICE", ["cuda", "cpu"], "cuda")
     common = {name: values[name] for name in ("ALGO", "RECIPE", "ARGS") if name in values}
     experiments = chosen_options(values, "EXPERIMENT", EXPERIMENTS)
     jobs = []
     for experiment, precision in product(experiments, chosen_options(values, "PRECISION", ["fp16"])):
-        # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its own device.
+        # Parsed with DEVICE=cpu, which needs no GPU on this machine; the planned job gets its device.
         choices = common | {"EXPERIMENT": experiment, "PRECISION": precision, "DEVICE": "cpu"}
         job = parse_job([f"{name}={value}" for name, value in choices.items()])
-        jobs.append(replace(job, device=device, model=values.get("MODEL")))
+        jobs.append(replace(job, device="cuda", model=values.get("MODEL")))
     out = Path(file_path(values, "OUT")) if "OUT" in values else None
     if out:
         check_room(out)
@@ -96,7 +93,7 @@ def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> No
     settings = (f"{name}={shlex.quote(value)}" for name, value in values.items() if name != "OUT")
     command = " ".join(["make plan-memory", *settings])
     parts = ["# Memory of a job on each GPU", f"`{spelled(command)}`, by arithmetic ([how](../how-to/plan-memory.md))."]
-    parts += [f"## {title}\n\n```text\n{table(title, plan)}\n```" for title, plan in plans.items()]
+    parts += [f"## {title}\n\n```text\n{plan.table(title)}\n```" for title, plan in plans.items()]
     (out / "plan-memory.md").write_text("\n\n".join(parts) + "\n")
     content = {title: {"moments": plan.moments, "fits": plan.fits} for title, plan in plans.items()}
     write_json(out / "plan-memory.json", content)
@@ -104,7 +101,7 @@ def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> No
 
 def main(request: PlanRequest) -> int:
     plans = plan_all(request)
-    print("\n\n".join(table(title, plan) for title, plan in plans.items()))
+    print("\n\n".join(plan.table(title) for title, plan in plans.items()))
     if request.out:
         write(plans, request.values, request.out)
         print(f"\n  {request.out / 'plan-memory.md'}")

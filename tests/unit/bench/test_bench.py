@@ -11,12 +11,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl_precision.bench import host_calls, interleave, layer_pass, resource_usage
+from verl_precision.bench import measurement, regimes, training_step
 from verl_precision.bench.cost_report import markdown, write
-from verl_precision.bench.host_calls import profiled
-from verl_precision.bench.interleave import machine_slug, rounds
-from verl_precision.bench.layer_pass import dtypes_on
-from verl_precision.bench.regime_timing import RegimeTiming, one_line, timings_of
+from verl_precision.bench.measurement import machine_slug, rounds
+from verl_precision.bench.regimes import RegimeTiming, profiled, timings_of
+from verl_precision.bench.training_step import dtypes_on
 from verl_precision.commands import bench
 from verl_precision.errors import Refused
 from verl_precision.paths import PROGRAM, SCRIPTS
@@ -38,14 +37,12 @@ def test_all_parts_are_measured_and_reported(tmp_path):
     rows = [row for row in csv.DictReader((tmp_path / "cost-cpu.csv").open()) if not row["left_out"]]
     measured = [(row["part"], row["regime"]) for row in rows]
     steps = [("optimizer step", regime) for _ in range(2) for regime in (*REGIMES[:2], "fp16 upstream", "fp32")]
-    assert measured == steps + [
-        (part, regime) for part in ("forward and backward", "training step") for regime in REGIMES
-    ]
+    assert measured == steps + [("training step", regime) for regime in REGIMES]
     for row in rows:
-        passes = row["part"] != "optimizer step"
-        assert int(row["rounds"]) >= (11 if passes else 41), "even where the time is over before"
+        training = row["part"] == "training step"
+        assert int(row["rounds"]) >= (11 if training else 41), "even where the time is over before"
         assert row["launches"] == ""
-        assert not passes or (float(row["peak_gib"]) > 0 and f"| {row['tokens']} | " in report)
+        assert not training or (float(row["peak_gib"]) > 0 and f"| {row['tokens']} | " in report)
     reads = {(row["subject"], row["regime"]): int(row["host_reads"]) for row in rows[:8]}
     assert all(reads[name, "fp16"] < reads[name, "bf16"] for name, _ in reads), (
         "the norm is the only value that is read"
@@ -56,7 +53,7 @@ def test_all_parts_are_measured_and_reported(tmp_path):
     ("words", "message"),
     [
         (["--sizes", "0"], "whole numbers above 0"),
-        (["--only", "optimizer,steps"], "must be of optimizer,layers,training"),
+        (["--only", "steps"], "invalid choice: 'steps'"),
         (["--size", "small"], "requires --out"),
     ],
 )
@@ -66,8 +63,8 @@ def test_invalid_words_are_refused(words, message):
 
 
 def test_words_change_the_sizes_of_the_device():
-    size = bench.chosen_size(bench.parse(["--ranks", "1,2", "--only", "layers"]), "cuda")
-    assert (size.ranks, size.parts, size.sizes) == ([1], ["layers"], [10, 30, 100, 300, 1000])
+    size = bench.chosen_size(bench.parse(["--ranks", "1,2", "--only", "training"]), "cuda")
+    assert (size.ranks, size.parts, size.sizes) == ([1], ["training"], [10, 30, 100, 300, 1000])
     assert bench.chosen_size(bench.parse(["--ranks", "4"]), "cpu").ranks == [4]
 
 
@@ -98,8 +95,7 @@ def test_ratio_is_the_median_over_the_rounds(tmp_path):
     report = written[1].read_text()
     assert "| model | M parameters | tokens | fp16 |" in report and "| 2250.0 ms |" in report
     assert report.endswith("- training step, Qwen2, 1 layer, 1 M, 1 rank(s), bf16: Tesla T4 has no bfloat16\n")
-    assert "## Forward and backward" not in report and "## Training step" in report
-    assert one_line([only, without]).endswith(": fp16 2250.0 ms, bf16 Tesla T4 has no bfloat16")
+    assert "## Optimizer step" not in report and "## Training step" in report
 
 
 def test_regime_that_runs_out_of_memory_is_left_out(monkeypatch):
@@ -107,13 +103,13 @@ def test_regime_that_runs_out_of_memory_is_left_out(monkeypatch):
         raise torch.OutOfMemoryError
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 16 * 10**9))
-    monkeypatch.setattr(layer_pass, "alternate", lambda passes, *args: {regime: [2.0] for regime in passes})
+    monkeypatch.setattr(training_step, "alternate", lambda steps, *args: {regime: [2.0] for regime in steps})
     about = {"part": "training step", "subject": "Qwen2, 1 layer", "parameters_m": 1}
     left_out = {"bf16": "Tesla T4 has no bfloat16"}
-    for passes in ({"fp16": lambda: torch.ones(4), "fp32": exhausted}, {"fp16": exhausted, "fp32": exhausted}):
-        rows = layer_pass.time_passes(dict(passes), left_out, 0.0, "cpu", **about)
+    for steps in ({"fp16": lambda: torch.ones(4), "fp32": exhausted}, {"fp16": exhausted, "fp32": exhausted}):
+        rows = training_step.time_training(dict(steps), left_out, 0.0, "cpu", **about)
         reasons = {row.regime: row.left_out for row in rows if row.left_out}
-        exhausting = [regime for regime, run in passes.items() if run is exhausted]
+        exhausting = [regime for regime, run in steps.items() if run is exhausted]
         assert reasons == left_out | dict.fromkeys(exhausting, "needs more than the 16.0 GB of this GPU")
         assert {row.regime for row in rows} == {"bf16", "fp16", "fp32"}
 
@@ -135,7 +131,7 @@ EVENTS = {
 @pytest.mark.parametrize("name", EVENTS)
 def test_events_of_cuda_are_counted_by_kind(name, monkeypatch):
     recorded = nullcontext(SimpleNamespace(events=lambda: [SimpleNamespace(name=name)] * 2))
-    monkeypatch.setattr(host_calls, "profile", lambda activities: recorded)
+    monkeypatch.setattr(regimes, "profile", lambda activities: recorded)
     assert profiled(lambda: None, "cpu") == ({EVENTS[name]: 2} if EVENTS[name] else {})
 
 
@@ -149,9 +145,9 @@ def test_synchronizations_of_the_profiler_itself_are_not_counted(launches, expec
     around = Counter(synchronizations=1)
     counted = Counter(host_reads=1, launches=launches, synchronizations=3)
     profiles, done = iter([Counter(synchronizations=4), around, counted]), []
-    monkeypatch.setattr(host_calls, "profiled", lambda call, device: call() or next(profiles))
+    monkeypatch.setattr(regimes, "profiled", lambda call, device: call() or next(profiles))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
-    found = host_calls.host_calls(lambda: done.append("call"), "cuda", lambda: done.append("prepare"))
+    found = regimes.host_calls(lambda: done.append("call"), "cuda", lambda: done.append("prepare"))
     assert tuple(found.values()) == expected and done == ["prepare", "call", "prepare", "wait", "call"]
 
 
@@ -167,14 +163,14 @@ def test_gpu_without_bfloat16_leaves_bf16_out(capability, left_out, monkeypatch)
 def test_model_that_is_larger_than_the_gpu_is_left_out(monkeypatch):
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (15 * 10**9, 16 * 10**9))
-    assert resource_usage.too_large(20 * 10**9, "cuda") == "needs 20.0 GB of memory, 15.0 GB are free"
-    assert resource_usage.too_large(15 * 10**9, "cuda") == ""
+    assert measurement.too_large(20 * 10**9, "cuda") == "needs 20.0 GB of memory, 15.0 GB are free"
+    assert measurement.too_large(15 * 10**9, "cuda") == ""
 
 
 def test_results_of_several_gpus_have_different_names(monkeypatch):
     names = {"NVIDIA H100 80GB HBM3": "nvidia-h100-80gb-hbm3", "NVIDIA L4 (MIG)": "nvidia-l4-mig"}
     for name, slug in names.items():
-        monkeypatch.setattr(interleave, "machine", lambda device, name=name: name)
+        monkeypatch.setattr(measurement, "machine", lambda device, name=name: name)
         assert machine_slug("cuda") == slug
     assert machine_slug("cpu") == "cpu"
 
@@ -183,7 +179,7 @@ def test_results_of_several_gpus_have_different_names(monkeypatch):
 def test_tf32_is_set_for_products_and_recurrent_layers_alike():
     code = "\n".join(
         [
-            "import torch; from verl_precision.bench.gpu_formats import set_tf32; import torch.backends.cudnn.rnn",
+            "import torch; from verl_precision.bench.measurement import set_tf32; import torch.backends.cudnn.rnn",
             "parts = torch.backends.cuda.matmul, torch.backends.cudnn.conv, torch.backends.cudnn.rnn",
             "for on in (True, False, True): set_tf32(on); print({of.fp32_precision == 'tf32' for of in parts} == {on})",
         ]

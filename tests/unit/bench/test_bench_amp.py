@@ -11,8 +11,7 @@ from verl_precision.bench import amp_measure, amp_report
 from verl_precision.bench.amp_measure import ArmResult, measure
 from verl_precision.bench.amp_report import markdown, saved, speed_up
 from verl_precision.bench.amp_scenarios import ARMS, SCENARIOS, Arm, BuiltArm, Scenario, arms_on
-from verl_precision.bench.gpu_formats import lacks_ampere
-from verl_precision.bench.resource_usage import peak_memory
+from verl_precision.bench.measurement import lacks_ampere, peak_memory
 from verl_precision.commands.bench_amp import NAMES, main
 from verl_precision.errors import Refused
 

@@ -74,17 +74,17 @@ def test_step_in_bf16_is_skipped_on_a_gpu_without(tmp_path, monkeypatch):
 def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp_path, monkeypatch):
     made = Verification.open(tmp_path, "NVIDIA H200 (80%)")
     assert made.file.name == "nvidia-h200-80.json"
-    layers = next(each for each in STEPS if each.name == "layers")
-    made.add(layers, step(WRITE).run(VerifiedDevice("cpu", tmp_path / "work")))
+    training = next(each for each in STEPS if each.name == "training")
+    made.add(training, step(WRITE).run(VerifiedDevice("cpu", tmp_path / "work")))
     made.add(STEPS[0], {"status": "failed", "reason": "no | driver\nat all"})
     again = Verification.open(tmp_path, made.content["name"])
-    assert again.passed(layers) and not again.passed(STEPS[0]) and not again.passed(STEPS[-1])
+    assert again.passed(training) and not again.passed(STEPS[0]) and not again.passed(STEPS[-1])
     text = write(again).read_text()
     assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
-    assert "\n## Cost\n\n### layers\n\n#### Sizes\n\n7\n" in text and "gone" not in text
-    assert text.rstrip().endswith("![layers](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
-    monkeypatch.setattr("verl_precision.verify.report.versions", lambda: {"torch": "another"})
-    assert not Verification.open(tmp_path, made.content["name"]).passed(layers), "other versions begin anew"
+    assert "\n## Cost\n\n### training\n\n#### Sizes\n\n7\n" in text and "gone" not in text
+    assert text.rstrip().endswith("![training](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
+    monkeypatch.setattr("verl_precision.verify.record.versions", lambda: {"torch": "another"})
+    assert not Verification.open(tmp_path, made.content["name"]).passed(training), "other versions begin anew"
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_only_names_stages_and_steps(tmp_path):
 
 
 def test_a_failed_steps_log_goes_when_it_passes(tmp_path):
-    made, layers = Verification.open(tmp_path, "CPU"), next(each for each in STEPS if each.name == "layers")
+    made, training = Verification.open(tmp_path, "CPU"), next(each for each in STEPS if each.name == "training")
     for code, left in ((FAIL, ["cpu-toy.log"]), (WRITE, ["cpu-a.png"])):
-        made.add(layers, step(code).run(VerifiedDevice("cpu", tmp_path / "work")))
-        assert made.content["steps"]["layers"]["files"] == left
+        made.add(training, step(code).run(VerifiedDevice("cpu", tmp_path / "work")))
+        assert made.content["steps"]["training"]["files"] == left
         assert [file.name for file in tmp_path.iterdir() if file.suffix in (".log", ".png")] == left
-    assert "![layers](cpu-a.png)" in markdown(made)
+    assert "![training](cpu-a.png)" in markdown(made)
 
 
 def test_gpu_is_the_one_that_torch_sees(monkeypatch):
@@ -141,9 +141,9 @@ def test_exit_code_is_that_of_all_steps(tmp_path, monkeypatch, capsys):
 def test_state_of_gpus_is_that_of_the_reports(tmp_path):
     """`make matrix` writes these pages."""
     assert {str(page): page.read_text() for page in state.pages()} == {str(a): b for a, b in state.pages().items()}
-    (tmp_path / "t4.json").write_text(json.dumps({"name": "Tesla T4", "steps": {"layers": {"status": "passed"}}}))
+    (tmp_path / "t4.json").write_text(json.dumps({"name": "Tesla T4", "steps": {"training": {"status": "passed"}}}))
     text = state.sentence(tmp_path.parent / "README.md", tmp_path)
-    results = "machine, numerics, job, probe, amp not run; cost 1 of 3 passed, 2 not run"
+    results = "machine, numerics, job, probe, amp not run; cost 1 of 2 passed, 1 not run"
     assert text == f"[Tesla T4]({tmp_path.name}/t4.md): {results}"
 
 

@@ -83,7 +83,7 @@ def test_record_resumes_under_the_same_versions_and_the_report_has_all_steps(tmp
     assert "1 passed, 1 failed, " in text and "no \\| driver<br>at all" in text
     assert "\n## Cost\n\n### training\n\n#### Sizes\n\n7\n" in text and "gone" not in text
     assert text.rstrip().endswith("![training](nvidia-h200-80-a.png)") and (tmp_path / "nvidia-h200-80-a.png").exists()
-    monkeypatch.setattr("verl_precision.verify.record.versions", lambda: {"torch": "another"})
+    monkeypatch.setattr("verl_precision.verify.report.versions", lambda: {"torch": "another"})
     assert not Verification.open(tmp_path, made.content["name"]).passed(training), "other versions begin anew"
 
 

@@ -15,7 +15,6 @@ import pytest
 from support.fork_server import ForkServer
 from support.trees import git
 
-from verl_precision.commands import pr_branch
 from verl_precision.patch.apply import apply
 from verl_precision.patch.releases import load_releases
 from verl_precision.paths import REPO
@@ -23,6 +22,9 @@ from verl_precision.paths import REPO
 CHECKOUT = os.environ.get("VERL_CHECKOUT")
 PYTHON = REPO / ".venv-workers/bin/python"
 PRELOAD = ("torch.distributed.fsdp", "transformers", "peft", "tensordict", "datasets", "hydra", "ray", "pytest")
+# Ray would wait indefinitely for the CPUs that some tests request.
+ENVIRONMENT = {"RAY_OVERRIDE_RESOURCES": '{"CPU": 128}', "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"CUDA_VISIBLE_DEVICES": "", "PYTHONDONTWRITEBYTECODE": "1"}
 FILE_S = 240  # some hang without a network, patched or not
 PROCESSES = 5  # most of their time is waiting
 
@@ -44,7 +46,8 @@ def passed(servers: Queue, tree: Path, out: Path, file: Path) -> set[str]:
     logs.mkdir(parents=True)
     report = logs / "report.xml"
     options = ["-q", "-p", "no:cacheprovider", f"--rootdir={tree}", f"--junitxml={report}"]
-    environment = pr_branch.environment(tree, PYTHON) | {"RAY_USAGE_STATS_ENABLED": "0"}
+    path = f"{PYTHON.parent}:{os.environ['PATH']}"
+    environment = os.environ | ENVIRONMENT | {"PATH": path, "PYTHONPATH": str(tree)}
     server = servers.get()
     try:
         words = [Path(__file__).with_name("pytest_in.py"), tree, *options, file]

@@ -138,23 +138,23 @@ class Stack:
         return package_tree_id({**rest, **self.before}) == self.release.tree_before
 
 
+def files_below(folder: Path) -> dict[str, Path]:
+    """Return the files below ``folder``, by their path in it, without compiled ones."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
+    return {path.relative_to(folder).as_posix(): path for path in files}
+
+
 def verbatim_files(project: Path = REPO, framework: Framework = VERL, fixes: bool = True) -> dict[str, Path]:
     """Return the project's files that are copied into every release, by their path in the target.
 
     Args:
         fixes: include those that only the series ``fixes`` needs.
     """
-    home, overlays = framework.home(project), project / "configs/precision"
-    folders = [home / "files", *([home / "fixes"] if fixes else [])]
-    files = {
-        path.relative_to(folder).as_posix(): path
-        for folder in folders
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
-    files = {target: path for target, path in files.items() if "__pycache__" not in target}
+    home = framework.home(project)
+    files = files_below(home / "files") | (files_below(home / "fixes") if fixes else {})
     if framework.overlays:
-        files |= {f"{framework.overlays}/{path.name}": path for path in sorted(overlays.glob("*.yaml"))}
+        overlays = sorted((project / "configs/precision").glob("*.yaml"))
+        files |= {f"{framework.overlays}/{path.name}": path for path in overlays}
     return files
 
 

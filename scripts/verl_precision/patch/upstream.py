@@ -20,12 +20,12 @@ from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.patch.checkout import BASE, commit, commit_stack, scratch_beside
 from verl_precision.patch.export import DIFF_OPTIONS
-from verl_precision.patch.git import cherry_pick, git, read_blob, run_git, unfinished
+from verl_precision.patch.git import cherry_pick, git, run_git, unfinished
 from verl_precision.patch.git_objects import blob_id
-from verl_precision.patch.hunks import hunks, merge, merge_hunks, renames, report
-from verl_precision.patch.precision_module import MODULE, PACKAGE
+from verl_precision.patch.hunks import hunks, merge_hunks, renames, report
+from verl_precision.patch.precision_module import PACKAGE
 from verl_precision.patch.releases import find_release
-from verl_precision.patch.stack import Patch, Stack, load_stack, make_stack
+from verl_precision.patch.stack import Patch, Stack, files_below, load_stack, make_stack
 from verl_precision.paths import REPO
 
 PREFIX = "precision/"
@@ -70,9 +70,7 @@ class Branch:
     @property
     def own_files(self) -> dict[str, bytes]:
         """Tests, docs and the package's ``__init__.py`` by path; the docs' page has only the branch's section."""
-        root = self.folder / "files"
-        files = (path for path in sorted(root.rglob("*")) if path.is_file() and "__pycache__" not in path.parts)
-        return {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
+        return {path: file.read_bytes() for path, file in files_below(self.folder / "files").items()}
 
 
 @dataclass(frozen=True)
@@ -93,10 +91,10 @@ class BranchPlan:
 
 def load_plan() -> BranchPlan:
     """Read patches/upstream/branches.toml."""
-    home = REPO / "patches/upstream"
-    text = (home / "branches.toml").read_text()
     import tomllib  # 3.11: --help runs on 3.10
 
+    home = REPO / "patches/upstream"
+    text = (home / "branches.toml").read_text()
     content = tomllib.loads(text)
     branches = []
     for entry in content["branch"]:
@@ -138,31 +136,25 @@ def pick_line(plan: BranchPlan, scratch: Path) -> tuple[Path, Stack]:
             made.append(commit_part(branch, pick.patch, tree))
         adapt = branch.folder / "adapt.patch"
         if adapt.exists():
-            git("apply", "-", cwd=tree, stdin=adapt.read_text())
+            git("apply", "--index", "-", cwd=tree, stdin=adapt.read_text())
             made.append(commit_part(branch, adapt.name, tree))
     return tree, make_stack(plan.stack.release, tuple(made), {})
 
 
 def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
     """Merge the hunks into the files of ``tree``; raises Refused where one needs another that no branch has picked."""
-    with tempfile.TemporaryDirectory() as scratch:
-        for path, before, _ in patch.blobs:
-            base = read_blob(before, cwd=tree)
-            for number, (at, hunk) in enumerate(hunks(patch, path), start=1):
-                if not pick.takes(path, number):
-                    continue
-                merged = merge((tree / path).read_bytes(), base, hunk, Path(scratch))
-                if merged is None:
-                    raise Refused(
-                        f"branches.toml: {branch.slug} cannot take {path}#{number} ({at}) of {patch.name} without the "
-                        "hunks that it leaves out: leave this one out too, and add its replacement to adapt.patch"
-                    )
-                write(tree / path, merged)
+    for path, before, after in patch.blobs:
+        picked = [hunk for number, (_, hunk) in enumerate(hunks(patch, path), start=1) if pick.takes(path, number)]
+        header = f"diff --git a/{path} b/{path}\nindex {before}..{after} 100644\n--- a/{path}\n+++ b/{path}\n"
+        if picked and run_git("apply", "--3way", "-", cwd=tree, stdin=header + "".join(picked)).returncode:
+            raise Refused(
+                f"branches.toml: {branch.slug} cannot take these hunks of {path} of {patch.name} without those that it "
+                "leaves out: leave out more, and add their replacement to adapt.patch"
+            )
 
 
 def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
-    """Commit what changed in ``tree`` as a part of the branch, and return it as a patch."""
-    git("add", "--all", cwd=tree)
+    """Commit the index of ``tree`` as a part of the branch, and return it as a patch."""
     message = f"{branch.slug}: {name}\n\nBranch: {branch.slug}\n"
     commit(tree, message)
     diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, "HEAD", cwd=tree)
@@ -174,32 +166,28 @@ def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
 
 def check_clone(verl: Path, plan: BranchPlan) -> None:
     """Raise Refused where the branches cannot be made from this clone, or their names are taken; changes nothing."""
-    if not verl.is_dir():
-        raise Refused(f"VERL={verl} is not a folder; give a git clone of verl")
-    top = run_git("rev-parse", "--show-toplevel", cwd=verl)
-    if top.returncode or Path(top.stdout.decode().strip()) != verl.resolve():
-        raise Refused(f"VERL={verl} is not the folder of a git clone; give a clone of verl, with its .git")
-    if git("rev-parse", "--is-shallow-repository", cwd=verl).strip() == "true":
+    if not (verl / ".git").is_dir():
+        raise Refused(f"VERL={verl} is not a git clone; give a clone of verl")
+    if (verl / ".git/shallow").exists():
         raise Refused(f"VERL={verl} is a shallow clone, whose branches cannot be pushed: git fetch --unshallow")
-    if run_git("rev-parse", "--verify", "--quiet", "refs/heads/main", cwd=verl).returncode:
+    heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
+    if "main" not in heads:
         raise Refused(f"VERL={verl} has no branch main, on which the branches are based")
-    there = set(git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines())
+    there = git("ls-tree", "-r", "--name-only", "refs/heads/main", cwd=verl).splitlines()
     if lacking := [path for path in NEEDED if path not in there]:
         raise Refused(f"VERL={verl} is not a clone of verl: its main has no {lacking[0]}")
-    if present := [path for path in (PACKAGE, MODULE) if path in there]:
-        raise Refused(f"VERL={verl} has {present[0]} in its main already; give a clone without the stack in its main")
+    if PACKAGE in there:
+        raise Refused(f"VERL={verl} has {PACKAGE} in its main already; give a clone without the stack in its main")
     if changed := git("--no-optional-locks", "status", "--porcelain", cwd=verl).splitlines():
         raise Refused(f"VERL={verl} has uncommitted changes: {changed[0][3:]}; commit, stash or remove them")
-    heads = git("for-each-ref", "--format=%(refname:lstrip=2)", "refs/heads/", cwd=verl).split()
     if taken := [name for name in (PREFIX.rstrip("/"), *(branch.name for branch in plan.branches)) if name in heads]:
         raise Refused(f"VERL={verl} has these branches already; delete them: git branch -D {' '.join(taken)}")
 
 
 def author(verl: Path) -> tuple[str, str]:
     """Return name and e-mail that git has for who submits the commits; raises Refused where it has none."""
-    ident = subprocess.run(
-        ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"], cwd=verl, capture_output=True, text=True
-    )
+    command = ["git", "-c", "user.useConfigOnly=true", "var", "GIT_AUTHOR_IDENT"]
+    ident = subprocess.run(command, cwd=verl, capture_output=True, text=True)
     if ident.returncode:
         raise Refused(f"git has no author for the commits; set one: git -C {verl} config user.name NAME; user.email")
     return re.fullmatch(r"(.*) <(.*)> \S+ \S+", ident.stdout.strip()).groups()
@@ -217,9 +205,8 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
         tree = scratch / "clone"
         options = ("--quiet", "--shared", "--no-tags", "--single-branch", "--branch=main")
         git("clone", *options, str(verl.resolve()), str(tree), cwd=scratch)
-        git("config", "user.name", name, cwd=tree)
-        git("config", "user.email", email, cwd=tree)
-        git("config", PLAN, plan.id, cwd=tree)
+        for key, value in {"user.name": name, "user.email": email, PLAN: plan.id}.items():
+            git("config", key, value, cwd=tree)
         git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
         git("update-ref", ONTO, "HEAD", cwd=tree)
         git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
@@ -245,10 +232,9 @@ def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:
     changed = git("status", "--porcelain", "--untracked-files=no", cwd=folder).splitlines()
     if at == CARRIED and changed:  # elsewhere it is this script that was interrupted
         raise Refused(f"DIR={folder} has uncommitted changes: {changed[0][3:]}")
-    if git("rev-parse", "refs/heads/main", cwd=verl) != git("rev-parse", ONTO, cwd=folder):
-        raise Refused(f"DIR={folder} was made from another main than VERL={verl} has: remove it and start anew")
-    if git("config", PLAN, cwd=folder).strip() != plan.id:
-        raise Refused(f"DIR={folder} was made from other patches than these: remove it and start anew")
+    same_main = git("rev-parse", "refs/heads/main", cwd=verl) == git("rev-parse", ONTO, cwd=folder)
+    if not same_main or git("config", PLAN, cwd=folder).strip() != plan.id:
+        raise Refused(f"DIR={folder} was made from another main or from other patches: remove it and start anew")
     options = ("-G^(<{7}|>{7}) ", "--name-only", "--format=%s", f"{ONTO}..{CARRIED}")
     if marked := git("log", "-1", *options, cwd=folder).splitlines():
         where = f"{marked[-1]} of the commit {marked[0]!r}"
@@ -278,6 +264,7 @@ def ends(plan: BranchPlan, folder: Path) -> Iterator[tuple[Branch, str]]:
 def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> Iterator[Branch]:
     """Commit one branch after the other in ``folder``, and yield each while its tree is checked out there."""
     files: dict[str, bytes] = {}
+    parent = ONTO
     for branch, at in ends(plan, folder):
         git("checkout", "--quiet", "--force", "--detach", at, cwd=folder)
         own, page = branch.own_files, f"docs/{PAGE}"
@@ -290,7 +277,8 @@ def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> I
             add_to_index(folder / INDEX)
         git("add", "--force", "--all", "--", INDEX, *files, cwd=folder)
         generate(folder, env)
-        commit_tree(branch, plan, folder)
+        commit_tree(branch, parent, folder)
+        parent = f"refs/heads/{branch.name}"
         yield branch
 
 
@@ -315,30 +303,25 @@ def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
 
 def add_to_index(index: Path) -> None:
     """Add the page to the docs' table of contents, below the last page of the same folder."""
-    lines = index.read_text().splitlines(keepends=True)
-    pages = [number for number, line in enumerate(lines) if line.strip().startswith("advance/")]
-    if not pages:
+    text, count = re.subn(r"(.*^[ \t]*advance/[^\n]*\n)", rf"\1   {PAGE}\n", index.read_text(), flags=re.M | re.S)
+    if not count:
         raise Refused(f"{INDEX} of main lists no page of advance/, below which {PAGE} could be added")
-    lines.insert(pages[-1] + 1, f"   {PAGE}\n")
-    index.write_text("".join(lines))
+    index.write_text(text)
 
 
 def generate(folder: Path, env: Mapping[str, str]) -> None:
     """Run upstream's generator of the composed configs, which fails the first time if they change, and add them."""
     for _ in range(2):
         done = subprocess.run(["bash", GENERATE], cwd=folder, env=env, capture_output=True, text=True)
-        made = [str(path.relative_to(folder)) for path in sorted((folder / CONFIGS).glob("_generated_*.yaml"))]
-        git("add", "--force", "--", *made, cwd=folder)
+        git("add", "--force", "--", f"{CONFIGS}/_generated_*.yaml", cwd=folder)
         if not done.returncode:
             return
     last = (done.stdout + done.stderr).strip().rpartition("\n")[2] or "no output"
     raise Refused(f"{GENERATE} of main failed with exit code {done.returncode}: {last}")
 
 
-def commit_tree(branch: Branch, plan: BranchPlan, folder: Path) -> None:
-    """Commit the index as the branch, by the folder's author, on top of the branch before."""
-    before = plan.branches[: plan.branches.index(branch)]
-    parent = f"refs/heads/{before[-1].name}" if before else ONTO
+def commit_tree(branch: Branch, parent: str, folder: Path) -> None:
+    """Commit the index as the branch, by the folder's author, on top of ``parent``."""
     command = ["git", "commit-tree", git("write-tree", cwd=folder).strip(), "-p", parent]
     made = subprocess.run(command, cwd=folder, input=f"{branch.title}\n", capture_output=True, text=True)
     if made.returncode:

@@ -16,7 +16,7 @@ from verl_precision.patch.checkout import checkout
 from verl_precision.patch.export import export
 from verl_precision.patch.port import port
 from verl_precision.patch.releases import FRAMEWORKS, find_release, load_releases
-from verl_precision.patch.stack import load_stacks, trailers
+from verl_precision.patch.stack import load_stacks
 from verl_precision.patch.status import drift, status
 from verl_precision.patch.target import find_target, installed_tree
 from verl_precision.spelling import spelled
@@ -28,14 +28,6 @@ def show(lines: Iterable[str], done: bool = True) -> int:
     for line in lines:
         print(spelled(line))
     return 0 if done else 1
-
-
-def run_list(args: argparse.Namespace) -> int:
-    for stack in (stack for framework in args.frameworks for stack in load_stacks(framework=framework)):
-        counts = f"{stack.title}, {len(stack.patches)} patches, {len(stack.added)} files copied"
-        print(f"{stack.release}: family {stack.release.family}, {counts}")
-        show(f"  {trailers(patch)['Reason']:9} {patch.subject}" for patch in stack.patches)
-    return 0
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -87,7 +79,6 @@ ARGUMENTS = {
 }
 # What each command runs, its description, and its arguments except --framework.
 COMMANDS = {
-    "list": (run_list, "List the releases that have patches, and their patches.", []),
     "status": (
         run_status,
         "Report which release TREE is, and whether it is patched.\n\n"
@@ -147,7 +138,7 @@ def parser(name: str) -> Parser:
     which = made.add_mutually_exclusive_group() if name == "check" else made
     for each in takes:
         (which if each in ("--release", "--all") else made).add_argument(each, **ARGUMENTS[each])
-    default = {"list": "all", "check": "all, and verl with --release"}.get(name, "verl")
+    default = "all, and verl with --release" if name == "check" else "verl"
     made.add_argument("--framework", choices=FRAMEWORKS, help=f"default {default}")
     return made
 

@@ -14,7 +14,7 @@ from verl_precision.errors import Refused
 from verl_precision.patch.record import Record
 from verl_precision.patch.target import Target, kept_name
 
-OWN_NAMES = re.compile(r"(new|old)\+.*|CHANGELOG\.md|record\.json|\.gitignore")  # the changelog: in older trees
+OWN_NAMES = re.compile(r"(new|old)\+.*|record\.json|\.gitignore")
 LAST = ("record.json", ".gitignore")  # removed last, in this order: the folder is recognized by them
 IGNORE = b"# verl-precision keeps here what unapply restores.\n*\n"  # of .gitignore, which identifies the folder
 
@@ -74,8 +74,7 @@ def foreign_files(folder: Path) -> list[Path]:
     if folder.is_symlink() or not folder.is_dir():
         return [folder] if os.path.lexists(folder) else []
     ignore = folder / ".gitignore"
-    # Older trees lack the first line of the file and are recognized by their record. A full disk cuts the file short.
-    own = (folder / "record.json").is_file() or ignore.is_file() and IGNORE.startswith(ignore.read_bytes())
+    own = ignore.is_file() and IGNORE.startswith(ignore.read_bytes())  # a full disk cuts the file short
     return [path for path in folder.iterdir() if not (own and OWN_NAMES.fullmatch(path.name))]
 
 

@@ -4,8 +4,7 @@ import contextlib
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from hashlib import sha256
+from collections.abc import Iterator
 from pathlib import Path
 
 from verl_precision.errors import Refused
@@ -13,14 +12,13 @@ from verl_precision.files import write
 from verl_precision.patch.git import DATE, git, run_git
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import VERL, Framework, find_release
-from verl_precision.patch.stack import Patch, Stack, load_stack
+from verl_precision.patch.stack import Stack, load_stack
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import REPO
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
 COPIED = "^verl-precision: files of (.+), stack ([0-9a-f]+), copied in verbatim$"
-SERIES = "precision.series"  # key of the git tree's configuration: digests of the series it was made from
 
 
 def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -55,21 +53,7 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
     if (actual := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
         expected = stack.release.tree_before
         raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml records {expected}")
-    tree = commit_patches(stack, commit_base(name, root, stack, scratch))
-    git("config", SERIES, series_digests(series_files(stack.patches)), cwd=tree)
-    return tree
-
-
-def series_files(patches: Iterable[Patch]) -> dict[str, bytes]:
-    """Return the content of each file of a series, by its name."""
-    texts = {patch.name: patch.text for patch in patches}
-    texts["series"] = "".join(f"{name}\n" for name in texts)
-    return {name: text.encode() for name, text in texts.items()}
-
-
-def series_digests(files: Mapping[str, bytes]) -> str:
-    """Return a digest of each file of a series with its name, in one line."""
-    return " ".join(sorted(sha256(f"{name}\0".encode() + content).hexdigest()[:16] for name, content in files.items()))
+    return commit_patches(stack, commit_base(name, root, stack, scratch))
 
 
 def commit_patches(stack: Stack, tree: Path) -> Path:

@@ -4,13 +4,14 @@ import os
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.errors import Refused
 from verl_precision.files import replace_files, write
-from verl_precision.format import first_three
-from verl_precision.patch.checkout import BASE, SERIES, commit_base, commit_patches, series_digests, series_files
+from verl_precision.format import first_three, slug
+from verl_precision.patch.checkout import BASE, commit_base, commit_patches
 from verl_precision.patch.git import git, read_blob, unfinished
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import FRAMEWORKS, Framework, Release, find_release, with_trees_after
@@ -31,8 +32,7 @@ DIFF_OPTIONS = (
 )
 
 
-@dataclass(frozen=True)
-class Export:
+class Export(NamedTuple):
     """The content of a git tree made by checkout.
 
     Args:
@@ -49,11 +49,7 @@ class Export:
 
 
 def read_commits(tree: Path) -> Export:
-    """Read a git tree made by checkout.
-
-    Raises:
-        Refused: the tree is not clean and linear, or a commit, which is named, cannot be a patch.
-    """
+    """Read a git tree made by checkout; raises Refused if it is not clean and linear, or a commit cannot be a patch."""
     release = base_of(tree)
     base = BASE + release
     framework = find_target(tree, *FRAMEWORKS.values()).framework
@@ -86,11 +82,7 @@ def read_commits(tree: Path) -> Export:
 
 
 def base_of(tree: Path) -> str:
-    """Return the release of a git tree made by checkout.
-
-    Raises:
-        Refused: it was not made by checkout, has changes or a cherry-pick to finish, or is not linear.
-    """
+    """Return the release of a git tree made by checkout, and refuse one that is unfinished or not linear."""
     if not (tree / ".git").is_dir():
         raise Refused(f"{tree} is not a git tree made by checkout")
     tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
@@ -123,16 +115,13 @@ def file_name(subject: str) -> str:
     match = SUBJECT.fullmatch(subject)
     if not match:
         raise Refused(f"commit {subject!r} needs a subject like '[fsdp] feat: read the dtype'")
-    slug = re.sub(r"[^a-z0-9]+", "-", match[2].lower().replace("'", "")).strip("-")
-    return f"{match[1]}-{slug}.patch"
+    name = slug(match[2].replace("'", ""))
+    return f"{match[1]}-{name}.patch"
 
 
-@dataclass(frozen=True)
-class PreparedExport:
+class PreparedExport(NamedTuple):
     """A checked export: new contents of the project's files, None for those to delete, and a line on each change."""
 
-    tree: Path
-    series: str
     release: Release
     trees_after: tuple[str, str]
     contents: Mapping[Path, bytes | None]
@@ -150,7 +139,7 @@ def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
 
     Raises:
         Refused: a commit cannot be a patch, a re-export differs, patches would be deleted without ``remove``, or the
-            project's own patches or verbatim files have changed since the checkout; nothing was written.
+            project's own verbatim files have changed since the checkout; nothing was written.
     """
     return write_exports([prepare_export(tree, project, remove)], project)
 
@@ -168,9 +157,6 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
         if (path.read_bytes() if path.exists() else None) not in contents:
             raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
     folder = commits.framework.home(project) / f"v{release.name}"
-    files = series_files(commits.patches)
-    series = series_digests(files)
-    check_series(tree, folder, series)
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
         cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
@@ -179,26 +165,12 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
         pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
         trees_after = package_trees(package_blobs(pristine, commits.framework), commits.patches)
         check_re_export(make_stack(release, commits.patches, {}), pristine)
-    new = {folder / name: content for name, content in files.items()}
-    new |= {path: after for path, (_, after) in edits.items()}
+    contents = {folder / patch.name: patch.text.encode() for patch in commits.patches}
+    contents[folder / "series"] = "".join(f"{patch.name}\n" for patch in commits.patches).encode()
+    contents |= {path: after for path, (_, after) in edits.items()} | {folder / name: None for name in lost}
     lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
     lines += [f"wrote {path}" for path in edits]
-    return PreparedExport(
-        tree, series, release, trees_after, new | dict.fromkeys(folder / name for name in lost), lines
-    )
-
-
-def check_series(tree: Path, folder: Path, series: str) -> None:
-    """Raise Refused if ``folder`` has another file of the series than those that ``tree`` was made of and ``series``.
-
-    After an export that was cut short, some are the one and some the other. A tree made by port has no record of the
-    series, because it was made of another release's.
-    """
-    made_of = git("config", "--default", "", "--get", SERIES, cwd=tree).split()
-    if made_of:
-        files = {path.name: path.read_bytes() for path in (*folder.glob("*.patch"), *folder.glob("series"))}
-        if not {*series_digests(files).split()} <= {*made_of, *series.split()}:
-            raise Refused(f"{folder} changed since the checkout; check out again, and cherry-pick your commits")
+    return PreparedExport(release, trees_after, contents, lines)
 
 
 def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]:
@@ -209,8 +181,6 @@ def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]
         text = with_trees_after(each.release, *each.trees_after, text)
         contents |= each.contents
     replace_files(contents | {home / "versions.toml": text.encode()}, home)
-    for each in exports:
-        git("config", SERIES, each.series, cwd=each.tree)
     return [line for each in exports for line in each.lines]
 
 

@@ -151,7 +151,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
     elif Path(to).is_dir():
         source = find_target(Path(os.path.abspath(to)), framework)
         blobs = source.blobs()
-        if added := [path for path in (*stack.added, *stack.shadowed) if path in blobs]:
+        if added := [path for path in stack.added if path in blobs]:
             unapply = f"make unapply-patches {source.variable}, or where they are commits, check out one before them"
             raise Refused(f"{to} contains {added[0]} already; remove the patches first: {unapply}")
         if not (source.root / framework.version_file).exists():

@@ -1,8 +1,4 @@
-"""Find and load the precision package of a verl tree, without importing the rest of that verl.
-
-The stack copies the package ``verl/utils/precision/`` into a tree; earlier versions of it copied the one module
-``verl/utils/precision.py``. Where both exist the package is the one that Python imports, and the one used here.
-"""
+"""Load the package ``verl/utils/precision`` of a patched tree, without importing the rest of that verl."""
 
 from __future__ import annotations  # the doctor's check of an older Python imports this
 
@@ -12,12 +8,12 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-PACKAGE, MODULE = "verl/utils/precision/__init__.py", "verl/utils/precision.py"
+PACKAGE = "verl/utils/precision/__init__.py"
 
 
 def precision_file(root: Path) -> Path | None:
     """Return the file of ``verl.utils.precision`` in the folder ``root`` that contains ``verl/``; None without one."""
-    return next((root / path for path in (PACKAGE, MODULE) if (root / path).is_file()), None)
+    return root / PACKAGE if (root / PACKAGE).is_file() else None
 
 
 def load_precision(root: Path, name: str) -> ModuleType:
@@ -28,13 +24,12 @@ def load_precision(root: Path, name: str) -> ModuleType:
     Raises:
         FileNotFoundError: the tree has none.
     """
-    file = precision_file(root)
-    if file is None:
+    if precision_file(root) is None:
         raise FileNotFoundError(f"{root} has no {PACKAGE}")
     for loaded in [each for each in sys.modules if each == name or each.startswith(f"{name}.")]:
         del sys.modules[loaded]
     importlib.invalidate_caches()  # the tree may be younger than this process
-    spec = importlib.util.spec_from_file_location(name, file)
+    spec = importlib.util.spec_from_file_location(name, root / PACKAGE)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)  # its modules and dataclasses look it up there
     writes, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:

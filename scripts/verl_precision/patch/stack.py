@@ -102,7 +102,7 @@ class Stack:
         """Return the paths in which a tree with these blobs differs from this release's pristine tree."""
         if not self.before and package_tree_id(blobs) != self.release.tree_before:
             return [f"{self.release.framework.name}/"]
-        return self.changed(blobs) + [path for path in (*self.added, *self.shadowed) if path in blobs]
+        return self.changed(blobs) + [path for path in self.added if path in blobs]
 
     @property
     def fixes(self) -> bool:
@@ -118,11 +118,6 @@ class Stack:
         """The blob ids of the files copied in, by path."""
         return {path: blob_id(content) for path, content in self.added.items()}
 
-    @property
-    def shadowed(self) -> list[str]:
-        """Return the modules that an added package of their name would hide from Python."""
-        return [path.removesuffix("/__init__.py") + ".py" for path in self.added if path.endswith("/__init__.py")]
-
     def changed(self, blobs: Mapping[str, str]) -> list[str]:
         """Return the hooked paths whose blobs are not the release's."""
         return [path for path, blob in self.before.items() if blobs.get(path) != blob]
@@ -133,8 +128,7 @@ class Stack:
 
     def rest_is_pristine(self, blobs: Mapping[str, str]) -> bool:
         """Return whether the files that the stack does not touch are those of the release's wheel."""
-        ours = {*self.added, *self.shadowed}
-        rest = {path: blob for path, blob in blobs.items() if path not in ours}
+        rest = {path: blob for path, blob in blobs.items() if path not in self.added}
         return package_tree_id({**rest, **self.before}) == self.release.tree_before
 
 

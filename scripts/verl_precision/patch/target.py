@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import unquote, urlparse
 
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import package_folder
@@ -78,10 +77,8 @@ class Target:
         return self.bookkeeping / f"new+{path.replace('/', '+')}.kept"
 
     def original(self, path: str) -> Path:
-        """Return where the original of ``path`` is kept; trees patched before 0.1.0 have it without an ending."""
-        kept = self.bookkeeping / kept_name(path)
-        older = kept.with_suffix("")
-        return older if os.path.lexists(older) and not os.path.lexists(kept) else kept
+        """Return where the original of ``path`` is kept."""
+        return self.bookkeeping / kept_name(path)
 
     def original_file(self, path: str) -> Path:
         """Return the file with the content of the original of ``path``, which may be kept as a link."""
@@ -133,9 +130,6 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     if targets:
         names = [target.framework.name for target in targets]
         raise Refused(f"{path} contains {' and '.join(names)}; choose one: --framework {' or '.join(names)}")
-    for framework in frameworks:
-        if checkout := editable(path, framework):
-            raise Refused(f"{path} has {framework.name} as an editable install of {checkout}; give that folder")
     names = [framework.name for framework in frameworks]
     missing = f"contains no {' or '.join(f'{name}/__init__.py' for name in names)}"
     kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
@@ -143,36 +137,19 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
 
 
 def installed_tree(framework: Framework) -> Path:
-    """Return the folder that contains the package that this Python imports.
-
-    Raises:
-        Refused: there is none, there are several, or it is in an archive.
-    """
+    """Return the folder that contains the package that this Python imports; raises Refused if it has none."""
     name = framework.name
     package = package_folder(name)
     if package is None:
         other = f"use a Python that has it, or give the folder that contains {name}/"
         raise Refused(f"{sys.executable} has no {name}; {other}")
     found = Path(os.path.abspath(package)).parent
-    if not found.is_dir():
-        raise Refused(f"{found / name} is in an archive, which cannot be patched; install {name} unpacked")
     # verl is started by `python -m`, which looks into the current folder first.
     folders = {Path(path).resolve() for path in ["", *sys.path] if Path(path, name, "__init__.py").is_file()}
     if others := folders - {found.resolve()}:
         places = ", ".join(map(str, [found, *sorted(others)]))
         raise Refused(f"{sys.executable} may import {name} from {places}; give one of these folders")
     return found
-
-
-def editable(folder: Path, framework: Framework) -> str | None:
-    """Return the checkout of an editable install, as ``pip install -e`` records it in a site-packages folder."""
-    name = framework.distribution.replace("-", "_")
-    for origin in folder.glob(f"{name}-*.dist-info/direct_url.json"):
-        with contextlib.suppress(ValueError, TypeError, KeyError):  # a damaged file is ignored
-            record = json.loads(origin.read_bytes())
-            if record["dir_info"]["editable"]:
-                return unquote(urlparse(record["url"]).path)
-    return None
 
 
 @contextlib.contextmanager

@@ -93,26 +93,6 @@ def test_export_keeps_newer_verbatim_files(project: Path, tree: Path):
     assert (project / "patches/verl/files" / MODULE).read_text() == "ANSWER = 44\n"
 
 
-def test_export_keeps_newer_patches(project: Path, tree: Path):
-    edit(tree / UNTOUCHED, "import", "# hook\nimport")
-    git("commit", "-am", message("[worker] feat: hook it"), cwd=tree)
-    patch = project / "patches/verl/v0.9.1/fsdp-read-the-configured-dtype.patch"
-    before = patch.read_text()
-    edit(patch, "It exists", "It still exists")
-    line = refused(project, "export", tree, unchanged=project)
-    assert f"{patch.parent} changed since the checkout; check out again" in line
-    patch.write_text(before)
-    series = patch.parent / "series"
-    names = series.read_text()
-    series.write_text("".join(reversed(names.splitlines(keepends=True))))
-    assert "changed since the checkout" in refused(project, "export", tree, unchanged=project)
-    series.write_text(names)
-    for _ in range(2):  # what it has exported itself is no change
-        assert run_command(project, "export", tree).returncode == 0
-        edit(tree / UNTOUCHED, "# hook", "# hook again")
-        git("commit", "-a", "--amend", "--no-edit", cwd=tree)
-
-
 def test_incomplete_header_is_refused(project: Path, tree: Path):
     edit(tree / UNTOUCHED, "import", "# hook\nimport")
     git("commit", "-am", "hook", cwd=tree)

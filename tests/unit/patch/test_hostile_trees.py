@@ -28,7 +28,7 @@ from verl_precision.patch.target import locked
 from verl_precision.patch.wheels import unpacked_wheel
 
 RECORD = "verl/.precision/record.json"
-KEPT = "verl/.precision/CHANGELOG.md"
+KEPT = "verl/.precision/old+mine"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to another user")
 
 
@@ -219,20 +219,6 @@ def test_compiled_originals_do_not_stay(tiny: Path, pristine: Path, patched: Pat
     assert {path for path in contents(patched) if "__pycache__" not in path} == set(contents(pristine))
 
 
-def test_originals_without_an_ending_are_restored(project: Path, pristine: Path, patched: Path):
-    """As trees have them that were patched before 0.1.0."""
-    for kept in (patched / VERL.bookkeeping).glob("old+*"):
-        kept.rename(kept.with_suffix(""))
-    again = shutil.copytree(patched, patched.parent / "again")
-    unapply(patched, project)
-    assert contents(patched) == contents(pristine)
-    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 43\n")
-    apply(again, project)
-    assert {kept.suffix for kept in (again / VERL.bookkeeping).glob("old+*")} == {".kept"}
-    unapply(again, project)
-    assert contents(again) == contents(pristine)
-
-
 def test_full_disk_leaves_nothing_in_the_way(tiny: Path, pristine: Path, target: Path, monkeypatch):
     def fail(tree: OpenTree, path: Path, *_: object) -> None:
         path.touch()
@@ -353,14 +339,12 @@ def test_removed_files_and_a_reinstalled_verl_are_told_apart(tiny: Path, pristin
 
 
 def test_upgrade_fails_whole_on_a_full_disk(project: Path, pristine: Path, patched: Path):
-    (patched / KEPT).write_text("# Changelog\n")  # as older versions kept
     size = (patched / PROTOCOL).stat().st_size * 2
     (project / "patches/verl/files" / MODULE).write_text("\n" * size * 2)
     limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (size, size))
     line = refused(project, "apply", patched, unchanged=patched, preexec_fn=limit)
     assert re.search(r"/verl/\.precision\.new/\S+: File too large; nothing was changed\n", line)
     assert run_command(project, "apply", patched).stdout.splitlines()[1] == "CHANGELOG.md lists the changes"
-    assert not (patched / KEPT).exists()
     unapply(patched, project)
     assert contents(patched) == contents(pristine)
 
@@ -380,8 +364,3 @@ def test_environment_of_the_caller(tiny: Path, target: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
     line = refused(tiny, "apply", target, unchanged=target, env={"PATH": str(tmp_path / "file")})
     assert "git is not installed: install it, or add its folder to PATH" in line
-    folder = tmp_path / "site"
-    origin = '{"url": "file:///my%20src/verl", "dir_info": {"editable": true}}'
-    write_files(folder, {"verl-0.9.1.dist-info/direct_url.json": origin})
-    line = refused(tiny, "apply", folder, unchanged=folder)
-    assert "has verl as an editable install of /my src/verl; give that folder" in line

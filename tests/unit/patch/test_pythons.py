@@ -28,7 +28,6 @@ MODULES = (
     *("make", "run.job", "run.checks", "run.cluster"),
 )
 COMMANDS = (
-    "list",
     "apply verl",
     "apply oat",
     "status verl --json",

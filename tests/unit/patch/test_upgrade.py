@@ -1,9 +1,8 @@
-"""Trees patched when ``verl.utils.precision`` was one module, not a package: recognized, upgraded, restored."""
+"""Trees patched by former stacks, or before another release was installed: recognized, upgraded, restored."""
 
 import io
 import json
 import shutil
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -12,20 +11,15 @@ from pathlib import Path
 import pytest
 from support.trees import contents
 
-from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.git import run_git
 from verl_precision.patch.git_objects import package_blobs
-from verl_precision.patch.port import port
-from verl_precision.patch.precision_module import MODULE, PACKAGE, load_precision, precision_file
+from verl_precision.patch.precision_module import PACKAGE, load_precision, precision_file
 from verl_precision.patch.releases import VERL, find_release, load_releases
 from verl_precision.patch.stack import load_stack, release_stacks
 from verl_precision.patch.status import status
-from verl_precision.patch.wheels import unpacked_wheel, wheel
+from verl_precision.patch.wheels import wheel
 from verl_precision.paths import REPO
-
-# In the order of their imports, so that one after the other they are one module.
-PARTS = "dtypes roles gradients scaler accounting megatron keep_fp32 legacy wire rewards routers reporting".split()
 
 
 def hooked_files(release: str, root: Path, *projects: Path) -> Path:
@@ -40,36 +34,6 @@ def hooked_files(release: str, root: Path, *projects: Path) -> Path:
 def pristine(tmp_path_factory) -> Path:
     """Return a folder with the files of a release that its stack changes; tests change copies of it."""
     return hooked_files("0.9.1", tmp_path_factory.mktemp("pristine"))
-
-
-@pytest.fixture
-def patched(pristine: Path, tmp_path: Path) -> Path:
-    """Return a tree that an older project, with the module instead of the package, patched and Python compiled."""
-    project, root = tmp_path / "older", shutil.copytree(pristine, tmp_path / "patched")
-    for part in ("patches/verl", "configs/precision"):
-        shutil.copytree(REPO / part, project / part, ignore=shutil.ignore_patterns("__pycache__"))
-    package = project / "patches/verl/files" / Path(PACKAGE).parent
-    lines = [line for part in PARTS for line in (package / f"{part}.py").read_text().splitlines()]
-    assert sorted(f"{part}.py" for part in (*PARTS, "__init__")) == sorted(path.name for path in package.iterdir())
-    shutil.rmtree(package)
-    module = [line.replace("parents[1]", "parent") for line in lines if not line.startswith("from .")]
-    (project / "patches/verl/files" / MODULE).write_text("\n".join(module) + "\n")
-    apply(root, project)
-    subprocess.run([sys.executable, "-m", "compileall", "-q", root / MODULE], check=True)
-    return root
-
-
-def test_leftover_module_that_the_package_would_hide_is_refused(tmp_path: Path):
-    root = unpacked_wheel("0.9.1", tmp_path / "root")
-    (root / MODULE).write_text("mine = True\n")
-    before = contents(root)
-    assert status(root).state == "dirty"
-    for command in (apply, unapply):
-        with pytest.raises(Refused, match=f"dirty: verl .* except {MODULE}; save your edits"):
-            command(root)
-    with pytest.raises(Refused, match=f"contains {MODULE} already; remove the patches first"):
-        port("0.9.0", str(root), tmp_path / "tree")
-    assert contents(root) == before
 
 
 def test_release_installed_over_a_patched_one_is_patched(pristine: Path, tmp_path: Path):
@@ -96,28 +60,22 @@ def test_release_installed_over_a_patched_one_is_patched(pristine: Path, tmp_pat
 
 
 @pytest.mark.subprocess
-def test_module_and_package_load_alike_and_leave_no_bytecode(pristine: Path, patched: Path, tmp_path: Path):
+def test_package_is_loaded_and_leaves_no_bytecode(pristine: Path, tmp_path: Path):
     assert precision_file(pristine) is None
     with pytest.raises(FileNotFoundError, match="has no verl/utils/precision"):
         load_precision(pristine, "precision_of_test")
-    stamps = []
-    for file in (MODULE, PACKAGE):
-        assert precision_file(patched) == patched / file
-        before = contents(patched)
-        loaded = load_precision(patched, "precision_of_test")
-        assert contents(patched) == before and Path(loaded.__file__) == patched / file
-        resolved = loaded.Precision.of_worker("fp16", {}, trained=True)
-        assert resolved.names()["compute"] == "float16" and resolved.loss_scaling
-        assert loaded.worker_scaler({}, resolved, "cpu").get_scale() == 65536.0
-        stamps.append(loaded.patch_stamp()["stack"])
-        apply(patched)
-        assert not (patched / MODULE).exists() and status(patched).state == "patched"
-    assert stamps[0] != stamps[1] == status(patched).stack
+    patched = shutil.copytree(pristine, tmp_path / "patched")
+    apply(patched)
+    before = contents(patched)
+    loaded = load_precision(patched, "precision_of_test")
+    assert contents(patched) == before and Path(loaded.__file__) == patched / PACKAGE == precision_file(patched)
+    resolved = loaded.Precision.of_worker("fp16", {}, trained=True)
+    assert resolved.names()["compute"] == "float16" and resolved.loss_scaling
+    assert loaded.worker_scaler({}, resolved, "cpu").get_scale() == 65536.0
+    assert loaded.patch_stamp()["stack"] == status(patched).stack
     other = shutil.copytree(patched, tmp_path / "other")
     load_precision(other, "precision_of_test")
     assert Path(sys.modules["precision_of_test.dtypes"].__file__).is_relative_to(other)
-    (patched / MODULE).write_text("")  # Python imports the package
-    assert precision_file(patched) == patched / PACKAGE
 
 
 @pytest.mark.parametrize("release", load_releases())

@@ -32,11 +32,9 @@ def make_branches(verl: Path, folder: Path) -> bool:
     upstream.check_clone(verl, plan)
     if folder.exists() and any(folder.iterdir()):
         upstream.check_line(verl, folder, plan)
-    else:
-        lines, done = upstream.start(verl, folder, plan)
-        print(*lines, sep="\n", flush=True)
-        if not done:
-            return False
+    elif conflicts := upstream.start(verl, folder, plan):
+        print(*conflicts, sep="\n")
+        return False
     passed = True
     for branch in upstream.commit_branches(plan, folder, environment(folder)):
         counts = git("diff", "--shortstat", "HEAD^", "HEAD", cwd=folder).strip()

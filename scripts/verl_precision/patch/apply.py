@@ -8,7 +8,7 @@ A patched tree has, in its package, the folder ``.precision`` with the originals
 3. unapply removes the stamp, renames the originals back, and removes record.json.
 
 A record without a stamp means that apply or unapply was cut short; step 3 repairs it. Unapply needs only the record, so
-it is exact even if the project's patches have changed since. A lost record is rebuilt by reverse-applying the patches.
+it is exact even if the project's patches have changed since.
 """
 
 import os
@@ -22,14 +22,13 @@ from verl_precision.format import first_three
 from verl_precision.patch.bookkeeping import clear, clear_leftovers, commit_staged, stage
 from verl_precision.patch.git import git
 from verl_precision.patch.git_objects import blob_id
-from verl_precision.patch.record import Record, likely, make_record, read_record, recover_record
+from verl_precision.patch.record import Record, likely, make_record, read_record
 from verl_precision.patch.releases import VERL, Framework
 from verl_precision.patch.stack import Stack, load_stacks
 from verl_precision.patch.status import examine
 from verl_precision.patch.target import Target, locked
 from verl_precision.paths import REPO
 
-EDITED = ".edited"  # the ending of an edited file that unapply sets aside
 UNCHANGED = "nothing was changed"
 
 
@@ -58,11 +57,10 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
             return [f"{status.detail}: nothing to do"]
         if not stack.patches:
             raise Refused(f"{stack.release} has no patches yet")
-        lost = None if record else recover_record(blobs, stacks)
-        record = record or lost
-        refuse_edited(target, stack, record.undone(blobs) if record else blobs)
-        if lost:
-            renew_record(target, lost, blobs, stacks)
+        undone = record.undone(blobs) if record else blobs
+        if edited := stack.mismatches(undone):  # by the release's other series, which the tree may have
+            ways = "save your edits and restore the release's files" + ", or apply without FIXES=yes" * stack.fixes
+            raise Refused(f"{target.root}: {stack.title} changes or adds {first_three(edited)}, edited here: {ways}")
         kept = record.hooked(blobs) if record else []
         if record:
             refuse_unwritable(target, record)
@@ -72,7 +70,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
             for path in stack.before
         }
         hooked = run_patches(stack, pristine)
-        new = make_record(stack, record.undone(blobs) if record else blobs)
+        new = make_record(stack, undone)
         refuse_unwritable(target, new)
         done = []
         if record:
@@ -87,13 +85,6 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
     return [*done, f"{stack.release}: {counts}", *(f"  {patch.subject}" for patch in stack.patches if patch.fixes)]
 
 
-def refuse_edited(target: Target, stack: Stack, pristine: Mapping[str, str]) -> None:
-    """Raise Refused if a file that the stack changes or adds is edited; the release's other series may not touch it."""
-    if edited := stack.mismatches(pristine):
-        ways = "save your edits and restore the release's files" + ", or apply without FIXES=yes" * stack.fixes
-        raise Refused(f"{target.root}: {stack.title} changes or adds {first_three(edited)}, edited here: {ways}")
-
-
 def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force: bool = False) -> list[str]:
     """Remove the stack from the target, restore every file byte for byte, and return what was done, a line each.
 
@@ -103,16 +94,12 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
         force: rename files that were edited since apply to ``<name>.edited``, instead of refusing.
 
     Raises:
-        Refused: files were edited since apply, or the target is neither unpatched nor has the record that apply keeps
-            or the files of a stack, or it is read-only; nothing was changed.
+        Refused: files were edited since apply, or the target is neither unpatched nor has the record that apply keeps,
+            or it is read-only; nothing was changed.
     """
     with locked(path, framework) as target:
         blobs = target.blobs()
         record = read_record(target, blobs)
-        if not record:
-            stacks = load_stacks(project, framework)
-            if record := recover_record(blobs, stacks):
-                renew_record(target, record, blobs, stacks)
         edited = record.edited(blobs) if record else []
         if record and (force or not edited):
             restored = {path: record.replaced[path][1] for path in edited if path in record.replaced}
@@ -132,43 +119,20 @@ def unapply(path: Path, project: Path = REPO, framework: Framework = VERL, force
         return [f"{status.detail} is not patched: nothing to do"]
 
 
-def run_patches(stack: Stack, contents: Mapping[str, bytes], reverse: bool = False) -> dict[str, bytes]:
-    """Return files with the stack's patches applied or reversed, in a scratch folder; verifies them before and after.
-
-    Args:
-        contents: of hooked files, by path.
-    """
-    start, end = (stack.after, stack.before) if reverse else (stack.before, stack.after)
-    if not contents:
-        return {}  # without --include git would apply all
-    options = ["--whitespace=nowarn", *["--reverse"] * reverse, *(f"--include={path}" for path in contents)]
-    texts = [patch.text for patch in stack.patches]
-    # One process applies all. It cannot reverse all: git 2.30 changed the order in which it takes them.
-    texts = texts[::-1] if reverse else ["".join(texts)]
+def run_patches(stack: Stack, contents: Mapping[str, bytes]) -> dict[str, bytes]:
+    """Return the hooked files, of these contents by path, with the stack's patches; verifies them before and after."""
     with tempfile.TemporaryDirectory() as folder, adding(UNCHANGED, Path(folder)):
         scratch = Path(folder).resolve()
         for path, content in contents.items():
-            if blob_id(content) != start[path]:
+            if blob_id(content) != stack.before[path]:
                 again = f"reinstall {stack.release.framework.name}"
                 raise Refused(f"{path} is not the file that the patches of {stack.release} were made for; {again}")
             write(scratch / path, content)
-        for text in texts:
-            git("apply", *options, cwd=scratch, stdin=text)
+        git("apply", "--whitespace=nowarn", "-", cwd=scratch, stdin="".join(patch.text for patch in stack.patches))
         made = {path: (scratch / path).read_bytes() for path in contents}
-    if wrong := [path for path, content in made.items() if blob_id(content) != end[path]]:
+    if wrong := [path for path, content in made.items() if blob_id(content) != stack.after[path]]:
         raise Refused(f"{wrong[0]}: patched content does not match the blob id in the patches of {stack.release}")
     return made
-
-
-def renew_record(target: Target, record: Record, blobs: Mapping[str, str], stacks: list[Stack]) -> None:
-    """Write ``record``, recovered from a patched tree that has lost its own, and the originals into the tree."""
-    (stack,) = (stack for stack in stacks if (stack.release.name, stack.id) == (record.release, record.stack))
-    patched = {path: (target.root / path).read_bytes() for path in record.hooked(blobs)}
-    originals = run_patches(stack, patched, reverse=True)
-    refuse_unwritable(target, record)
-    with adding(UNCHANGED):
-        stage(target, record, {}, restored=originals)
-    commit_staged(target)
 
 
 def change_files(
@@ -176,10 +140,7 @@ def change_files(
 ) -> None:
     """Make the changes of ``record`` to a pristine tree, or to one with ``older`` applied.
 
-    An error midway rolls back to the pristine tree and is raised; an OSError then reports the rollback.
-
-    Raises:
-        Refused: a file was edited meanwhile; it keeps the edit.
+    An error midway, such as a file that was edited meanwhile and keeps the edit, rolls back to the pristine tree.
     """
     rolled_back = f"rolled back to the unpatched {target.framework.name} {record.release}"
     with adding(UNCHANGED):
@@ -231,12 +192,8 @@ def remove_empty(target: Target, folders: Iterable[Path]) -> None:
 
 
 def set_aside(target: Target, paths: Collection[str]) -> list[str]:
-    """Rename files to ``<name>.edited`` and return a line for each.
-
-    Raises:
-        Refused: one of these names is taken; nothing was renamed.
-    """
-    names = {target.root / path: target.root / f"{path}{EDITED}" for path in paths}
+    """Rename files to ``<name>.edited``, all or none, and return a line for each."""
+    names = {target.root / path: target.root / f"{path}.edited" for path in paths}
     if taken := [name for name in names.values() if os.path.lexists(name)]:
         raise Refused(f"{taken[0]} is in the way: unapply renames the edited file to it; move it away")
     for path, name in names.items():

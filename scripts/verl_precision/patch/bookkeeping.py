@@ -24,14 +24,12 @@ def stage(
     record: Record,
     contents: Mapping[str, bytes],
     kept: Collection[str] = (),
-    restored: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write all that ``record`` needs into the target's staging folder and flush it to the disk; change nothing else.
 
     Args:
         contents: the new files by path.
         kept: files whose originals the target keeps already; the others have theirs in place.
-        restored: originals that are neither kept nor in place, by path.
 
     Raises:
         Refused: something that apply did not write is where it keeps its folders.
@@ -52,11 +50,8 @@ def stage(
             model = places.get(name, target.root / target.framework.name / "__init__.py")
             target.tree.write(target.staging / name, content, model)
         for path in record.replaced:
-            original, place = target.staging / kept_name(path), target.root / path
-            if path in (restored or {}):
-                target.tree.write(original, restored[path], place)
-            else:
-                target.tree.copy(target.original(path) if path in kept else place, original)
+            source = target.original(path) if path in kept else target.root / path
+            target.tree.copy(source, target.staging / kept_name(path))
         target.tree.flush(target.staging)
     except BaseException:
         clear(target, target.staging)

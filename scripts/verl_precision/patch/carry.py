@@ -5,11 +5,10 @@ is now. git's rebase merges it into each other release's patch, puts the later p
 Nothing is written until every release was tried.
 """
 
-import difflib
 import os
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.errors import Refused
 from verl_precision.patch.checkout import commit, commit_stack, scratch_beside
@@ -22,8 +21,7 @@ from verl_precision.paths import REPO
 CHANGE = "change"  # the branch whose last commit is carried
 
 
-@dataclass(frozen=True)
-class PatchChange:
+class PatchChange(NamedTuple):
     """A patch in git's HEAD and now, and ``tree``, a git tree with the difference as the last commit of a branch."""
 
     old: Patch
@@ -36,14 +34,10 @@ def carry_patch(
 ) -> tuple[list[str], bool]:
     """Carry the patch ``name`` of the release ``source`` and export the releases into which it merges.
 
-    For each other release, ``folder`` contains a git tree to finish in.
+    For each other release, ``folder`` contains a git tree to finish in. Whatever is refused, nothing was written.
 
     Returns:
         a report, a line each, and whether nothing is left to resolve.
-
-    Raises:
-        Refused: there is no such patch, it is unchanged since git's HEAD, an earlier one changed too, only this release
-            has it, or the folder is in use; nothing was written.
     """
     name = f"{name.removesuffix('.patch')}.patch"
     release = find_release(source, project, framework)
@@ -85,9 +79,8 @@ def names(stack: Stack) -> list[str]:
 def committed_stack(release: Release, project: Path) -> Stack:
     """Return the release's patches in git's HEAD, without files to copy; raises Refused where git has none."""
     folder = (release.framework.home(project) / f"v{release.name}").relative_to(project).as_posix()
-    missing = f"git's HEAD of {project} has no {folder}/series to compare with; commit the patches first"
     if run_git("cat-file", "-e", f"HEAD:{folder}/series", cwd=project).returncode:
-        raise Refused(missing)
+        raise Refused(f"git's HEAD of {project} has no {folder}/series to compare with; commit the patches first")
     series = git("show", f"HEAD:{folder}/series", cwd=project).split()
     patches = (Patch(each, git("show", f"HEAD:{folder}/{each}", cwd=project)) for each in series)
     return make_stack(release, tuple(patches), {})
@@ -95,23 +88,16 @@ def committed_stack(release: Release, project: Path) -> Stack:
 
 def changed_patch(name: str, committed: Stack, now: Stack) -> int:
     """Return the position of the patch in both series; raises Refused where it is not the first one that changed."""
-    release = now.release
-    if name in names(committed) and name not in names(now):
-        by_hand = "drop it from each release: verl-precision checkout, rebase, export --remove"
-        raise Refused(f"PATCH={name}: was removed from {release}, which is not carried; {by_hand}")
     for stack, where in ((now, "the series"), (committed, "git's HEAD")):
         if name not in names(stack):
-            near = difflib.get_close_matches(name, names(stack), cutoff=0)
-            raise Refused(f"PATCH={name}: {where} of {release} has no such patch; the nearest are {', '.join(near)}")
+            known = ", ".join(names(stack))
+            raise Refused(f"PATCH={name}: {where} of {now.release} has no such patch, only {known}")
     number = names(now).index(name)
     if now.patches[number] == committed.patches[names(committed).index(name)]:
-        steps = f"verl-precision checkout {release.name}, commit, export"
+        steps = f"verl-precision checkout {now.release.name}, commit, export"
         raise Refused(f"PATCH={name}: is as in git's HEAD; change it first ({steps}), and carry it before you commit")
-    earlier, before = now.patches[:number], committed.patches[: names(committed).index(name)]
-    if earlier != before:
-        changed = [patch.name for patch in (*earlier, *before) if not (patch in earlier and patch in before)]
-        first = changed[0] if changed else earlier[0].name
-        raise Refused(f"PATCH={name}: {first}, which precedes it, changed too; carry and commit that first")
+    if now.patches[:number] != committed.patches[: names(committed).index(name)]:
+        raise Refused(f"PATCH={name}: a patch that precedes it changed too; carry and commit that first")
     return number
 
 

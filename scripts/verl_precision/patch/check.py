@@ -2,7 +2,7 @@
 
 import compileall
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.export import check_re_export, package_trees
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.releases import VERL, Framework, Release, find_release
-from verl_precision.patch.stack import Stack, release_stacks
+from verl_precision.patch.stack import release_stacks
 from verl_precision.patch.status import status
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import REPO
@@ -22,9 +22,7 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
 
     The headers are complete; the wheel is the known one; apply makes the recorded trees, the second from the first;
     every file that it writes compiles; unapply restores the wheel byte for byte; the patches are what export writes.
-
-    Raises:
-        Refused: at the first fault.
+    The first fault raises Refused.
     """
     release = find_release(name, project, framework)
     stacks = release_stacks(release, project)
@@ -34,8 +32,18 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         root = unpacked_wheel(name, Path(scratch), framework)
         before, blobs = contents(root), package_blobs(root, framework)
-        for each in stacks:
-            check_apply(each, root, blobs, project)
+        for each in stacks:  # the second on top of the first
+            apply(root, project, framework, fixes=each.fixes)
+            after = status(root, project, framework)
+            if (after.state, after.stack) != ("patched", each.id):
+                raise Refused(f"{release} is {after.state} after apply: {after.detail}")
+            if not after.exact:
+                raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
+            if package_blobs(root, framework) != {**blobs, **each.after, **each.copied}:
+                raise Refused(f"apply on {release} changes other files than the stack names")
+            for path in [*each.after, *each.copied]:
+                if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
+                    raise Refused(f"{path} of {release} does not compile after apply")
         unapply(root, project, framework)
         if contents(root) != before:
             raise Refused(f"unapply does not restore the wheel of {release}")
@@ -45,29 +53,6 @@ def check(name: str, project: Path = REPO, framework: Framework = VERL) -> str:
         trees, recorded = (" and ".join(filter(None, each)) for each in (trees, recorded))
         raise Refused(f"the series makes tree {trees}, but versions.toml records {recorded}; checkout and export")
     return f"{len(stack.patches)} patches, {len(stack.after)} files patched, {len(stack.copied)} added"
-
-
-def check_apply(stack: Stack, root: Path, blobs: Mapping[str, str], project: Path) -> None:
-    """Apply the stack to the wheel in ``root``, which may already have the release's other stack.
-
-    Args:
-        blobs: the wheel's, by path.
-
-    Raises:
-        Refused: the tree differs from the stack's, or a file does not compile.
-    """
-    release, framework = stack.release, stack.release.framework
-    apply(root, project, framework, fixes=stack.fixes)
-    after = status(root, project, framework)
-    if (after.state, after.stack) != ("patched", stack.id):
-        raise Refused(f"{release} is {after.state} after apply: {after.detail}")
-    if not after.exact:
-        raise Refused(f"files of {release} that the stack does not touch are not those of tree_before")
-    if package_blobs(root, framework) != {**blobs, **stack.after, **stack.copied}:
-        raise Refused(f"apply on {release} changes other files than the stack names")
-    for path in [*stack.after, *stack.copied]:
-        if path.endswith(".py") and not compileall.compile_file(root / path, quiet=2):
-            raise Refused(f"{path} of {release} does not compile after apply")
 
 
 def contents(root: Path) -> dict[Path, bytes | None]:

@@ -2,14 +2,13 @@
 
 import contextlib
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.files import write
-from verl_precision.patch.git import DATE, git, run_git
+from verl_precision.patch.git import DATE, git
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import VERL, Framework, find_release
 from verl_precision.patch.stack import Stack, load_stack
@@ -18,7 +17,6 @@ from verl_precision.paths import REPO
 
 # The tag names the release and marks the last commit that is not a patch.
 BASE = "base/"
-COPIED = "^verl-precision: files of (.+), stack ([0-9a-f]+), copied in verbatim$"
 
 
 def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
@@ -31,11 +29,7 @@ def checkout(name: str, folder: Path, project: Path = REPO, framework: Framework
 
 @contextlib.contextmanager
 def scratch_beside(folder: Path) -> Iterator[tuple[Path, Path]]:
-    """Yield a scratch folder beside ``folder``, in which to prepare it, and the absolute path of ``folder``.
-
-    Raises:
-        Refused: ``folder`` exists and is not an empty folder.
-    """
+    """Yield a scratch folder beside ``folder``, in which to prepare it, and the absolute path of ``folder``."""
     folder = Path(os.path.abspath(folder))
     if folder.is_symlink() or folder.is_mount():
         raise Refused(f"{folder} is a link or a mount point, which cannot be replaced; give a folder in it")
@@ -57,7 +51,7 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
 
 
 def commit_patches(stack: Stack, tree: Path) -> Path:
-    """Commit the patches of a stack in the git tree ``tree``, and return that."""
+    """Commit the patches of a stack in a git tree, and return that."""
     for patch in stack.patches:
         git("apply", "--index", "--whitespace=nowarn", "-", cwd=tree, stdin=patch.text)
         commit(tree, patch.message)
@@ -82,27 +76,12 @@ def commit_base(name: str, root: Path, stack: Stack, scratch: Path) -> Path:
 
 
 def commit_copied(stack: Stack, name: str, tree: Path, date: str = DATE) -> None:
-    """Commit the stack's verbatim files in a git tree of ``name``, and tag that as the last commit before the patches.
-
-    The message records the stack; ``copied_stack`` reads it in a port.
-    """
+    """Commit the stack's verbatim files in a git tree of ``name``, and tag the commit, which the patches follow."""
     for path, content in stack.added.items():
         write(tree / path, content)
     git("add", "--force", "--", *stack.added, cwd=tree)
     commit(tree, f"verl-precision: files of {stack.release}, stack {stack.id}, copied in verbatim", date)
     git("tag", BASE + name, cwd=tree)
-
-
-def copied_stack(root: Path) -> tuple[str, str] | None:
-    """Return the release and the id of the stack whose verbatim files were committed last in the checkout ``root``.
-
-    None if no commit records it, or git cannot read the checkout: a copy without ``.git``, or another user's.
-    """
-    if not (root / ".git").exists():
-        return None
-    log = run_git("log", "-1", "--format=%B", "--extended-regexp", f"--grep={COPIED}", cwd=root)
-    found = re.search(COPIED, log.stdout.decode(errors="replace"), re.M)
-    return (found[1], found[2]) if found else None
 
 
 def commit(tree: Path, message: str, date: str = DATE) -> None:

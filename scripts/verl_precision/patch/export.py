@@ -12,10 +12,10 @@ from verl_precision.errors import Refused
 from verl_precision.files import replace_files, write
 from verl_precision.format import first_three, slug
 from verl_precision.patch.checkout import BASE, commit_base, commit_patches
-from verl_precision.patch.git import git, read_blob, unfinished
+from verl_precision.patch.git import git, unfinished
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import FRAMEWORKS, Framework, Release, find_release, with_trees_after
-from verl_precision.patch.stack import Patch, Stack, in_fixes, make_stack, precision_patches, trailers, verbatim_files
+from verl_precision.patch.stack import Patch, Stack, make_stack, precision_patches, trailers
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import REPO
@@ -32,45 +32,28 @@ DIFF_OPTIONS = (
 )
 
 
-class Export(NamedTuple):
-    """The content of a git tree made by checkout.
+def read_commits(tree: Path) -> tuple[Framework, str, tuple[Patch, ...]]:
+    """Return the framework, the release and the commits, as patches, of a git tree made by checkout.
 
-    Args:
-        verbatim: content at the base and at HEAD, by path, of each verbatim file that the commits change; None if it
-            is absent.
-        fixes: the files that commits of ``fixes`` add.
+    Raises:
+        Refused: the tree is not clean and linear, or a commit cannot be a patch.
     """
-
-    framework: Framework
-    release: str
-    patches: tuple[Patch, ...]
-    verbatim: dict[str, list[bytes | None]]
-    fixes: set[str]
-
-
-def read_commits(tree: Path) -> Export:
-    """Read a git tree made by checkout; raises Refused if it is not clean and linear, or a commit cannot be a patch."""
     release = base_of(tree)
     base = BASE + release
     framework = find_target(tree, *FRAMEWORKS.values()).framework
     pristine = blobs_of(tree, f"{base}^")
     patches: dict[str, Patch] = {}
-    added: set[str] = set()  # by commits of the series fixes
     for commit in git("log", "--reverse", "--format=%H %B%x00", f"{base}..HEAD", cwd=tree).split("\0")[:-1]:
         commit_id, _, message = commit.strip().partition(" ")
         subject = message.partition("\n")[0]
         changes = git("diff-tree", "--no-commit-id", "--name-status", "--no-renames", "-r", commit_id, cwd=tree)
-        statuses = {path: status for status, path in (line.split("\t") for line in changes.splitlines())}
-        if outside := [path for path in statuses if not path.startswith(f"{framework.name}/")]:
-            raise Refused(f"commit {subject!r} changes {outside[0]}, which is not in {framework.name}/")
-        paths = [path for path in statuses if path in pristine]
-        if in_fixes(message):
-            added |= {path for path in statuses if statuses[path] == "A"}
-        if not paths:
+        if not changes:
             continue
-        if removed := [path for path in paths if statuses[path] != "M"]:
-            raise Refused(f"commit {subject!r} removes {removed[0]}; a patch may only change files of {framework.name}")
-        diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, commit_id, "--", *paths, cwd=tree)
+        for status, path in (line.split("\t") for line in changes.splitlines()):
+            if path not in pristine or status != "M":
+                only = f"a patch only changes files of the release; new files are in patches/{framework.name}/files"
+                raise Refused(f"commit {subject!r} adds, removes or changes {path}; {only}")
+        diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, commit_id, cwd=tree)
         if marker := re.search(r"^\+(?:<{7}|>{7}) ", diff, re.M):
             raise Refused(f"commit {subject!r} has a conflict marker, {marker[0][1:].strip()}; resolve the conflict")
         patch = Patch(file_name(subject), f"Subject: {message}\n---\n{diff}")
@@ -78,11 +61,11 @@ def read_commits(tree: Path) -> Export:
         if patch.name in patches:
             raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch
-    return Export(framework, release, tuple(patches.values()), verbatim_edits(tree, base, pristine), added)
+    return framework, release, tuple(patches.values())
 
 
 def base_of(tree: Path) -> str:
-    """Return the release of a git tree made by checkout, and refuse one that is unfinished or not linear."""
+    """Return the release of a git tree made by checkout; it must be clean and linear."""
     if not (tree / ".git").is_dir():
         raise Refused(f"{tree} is not a git tree made by checkout")
     tags = git("tag", "--list", f"{BASE}*", cwd=tree).split()
@@ -101,13 +84,6 @@ def blobs_of(tree: Path, revision: str, folder: str = ".") -> dict[str, str]:
     """Return the blob id of each file below ``folder`` in a revision, by path."""
     lines = git("ls-tree", "-r", revision, "--", folder, cwd=tree).splitlines()
     return {path: entry.split()[2] for entry, path in (line.split("\t") for line in lines)}
-
-
-def verbatim_edits(tree: Path, base: str, pristine: dict[str, str]) -> dict[str, list[bytes | None]]:
-    """Return content at the base and at HEAD of each file that the release lacks and the commits changed."""
-    sides = old, new = blobs_of(tree, base), blobs_of(tree, "HEAD")
-    changed = [path for path in {**old, **new} if path not in pristine and old.get(path) != new.get(path)]
-    return {path: [read_blob(side[path], tree) if path in side else None for side in sides] for path in changed}
 
 
 def file_name(subject: str) -> str:
@@ -129,47 +105,39 @@ class PreparedExport(NamedTuple):
 
 
 def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
-    """Write the commits of a git tree made by checkout into the project, with the verbatim files that they changed.
+    """Write the commits of a git tree made by checkout into the project.
 
     Args:
         remove: delete the patches of the release that have no commit.
 
     Returns:
         what was written, a line each.
-
-    Raises:
-        Refused: a commit cannot be a patch, a re-export differs, patches would be deleted without ``remove``, or the
-            project's own verbatim files have changed since the checkout; nothing was written.
     """
     return write_exports([prepare_export(tree, project, remove)], project)
 
 
 def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedExport:
-    """Check the commits of a git tree for ``export``, with its arguments and errors, and write nothing."""
+    """Check the commits of a git tree for ``export``, with its arguments, and write nothing.
+
+    Raises:
+        Refused: a commit cannot be a patch, a re-export differs, or patches would be deleted without ``remove``.
+    """
     tree = Path(os.path.abspath(tree))
-    commits = read_commits(tree)
-    release = find_release(commits.release, project, commits.framework)
-    edits = {
-        project_file(path, project, commits.framework, path in commits.fixes): contents
-        for path, contents in commits.verbatim.items()
-    }
-    for path, contents in edits.items():
-        if (path.read_bytes() if path.exists() else None) not in contents:
-            raise Refused(f"{path} changed since the checkout, and the commits change it too; merge the two changes")
-    folder = commits.framework.home(project) / f"v{release.name}"
-    lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in commits.patches})
+    framework, name, patches = read_commits(tree)
+    release = find_release(name, project, framework)
+    folder = framework.home(project) / f"v{name}"
+    lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
         cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
         raise Refused(f"{tree}: {cause}; restore their commits, or add --remove to delete them")
     with tempfile.TemporaryDirectory() as scratch:
-        pristine = unpacked_wheel(release.name, Path(scratch), commits.framework)
-        trees_after = package_trees(package_blobs(pristine, commits.framework), commits.patches)
-        check_re_export(make_stack(release, commits.patches, {}), pristine)
-    contents = {folder / patch.name: patch.text.encode() for patch in commits.patches}
-    contents[folder / "series"] = "".join(f"{patch.name}\n" for patch in commits.patches).encode()
-    contents |= {path: after for path, (_, after) in edits.items()} | {folder / name: None for name in lost}
-    lines = [f"{release}: {len(commits.patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
-    lines += [f"wrote {path}" for path in edits]
+        pristine = unpacked_wheel(name, Path(scratch), framework)
+        trees_after = package_trees(package_blobs(pristine, framework), patches)
+        check_re_export(make_stack(release, patches, {}), pristine)
+    contents = {folder / patch.name: patch.text.encode() for patch in patches}
+    contents[folder / "series"] = "".join(f"{patch.name}\n" for patch in patches).encode()
+    contents |= {folder / name: None for name in lost}
+    lines = [f"{release}: {len(patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
     return PreparedExport(release, trees_after, contents, lines)
 
 
@@ -182,16 +150,6 @@ def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]
         contents |= each.contents
     replace_files(contents | {home / "versions.toml": text.encode()}, home)
     return [line for each in exports for line in each.lines]
-
-
-def project_file(path: str, project: Path, framework: Framework, fixes: bool = False) -> Path:
-    """Return the project's file that apply copies to ``path``; ``fixes``: a new file belongs to that series."""
-    known = verbatim_files(project, framework)
-    if path in known:
-        return known[path]
-    if Path(path).parent.as_posix() == framework.overlays:
-        return project / "configs/precision" / Path(path).name
-    return framework.home(project) / ("fixes" if fixes else "files") / path
 
 
 def package_trees(pristine: Mapping[str, str], patches: Sequence[Patch]) -> tuple[str, str]:
@@ -211,6 +169,6 @@ def check_re_export(stack: Stack, root: Path) -> None:
         for path in {f"{framework.name}/__init__.py", *stack.before}:  # of all files git would take ten times as long
             write(scratch / path, (root / path).read_bytes())
         base = commit_base(stack.release.name, scratch, replace(stack, added={}), scratch)
-        again = read_commits(commit_patches(stack, base))
-    if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again.patches)}):
+        _, _, again = read_commits(commit_patches(stack, base))
+    if differing := sorted({patch.name for patch in set(stack.patches) ^ set(again)}):
         raise Refused(f"a re-export would change {', '.join(differing)}")

@@ -36,11 +36,7 @@ def unmerged(tree: Path) -> list[str]:
 
 
 def cherry_pick(commits: str, tree: Path, date: str = DATE) -> bool:
-    """Cherry-pick a range of commits up to the first conflict, and return whether there is none.
-
-    Raises:
-        Refused: git fails otherwise.
-    """
+    """Cherry-pick a range of commits up to the first conflict, and return whether there is none."""
     done = run_git("cherry-pick", "--keep-redundant-commits", commits, cwd=tree, date=date)
     if done.returncode and not unmerged(tree):
         raise Refused(f"git cherry-pick failed: {done.stderr.decode().strip()}")
@@ -48,11 +44,7 @@ def cherry_pick(commits: str, tree: Path, date: str = DATE) -> bool:
 
 
 def read_blob(name: str, cwd: Path) -> bytes:
-    """Return the content of a file by its blob id or as ``<commit>:<path>``.
-
-    Raises:
-        Refused: git has no such file.
-    """
+    """Return the content of a file by its blob id or as ``<commit>:<path>``."""
     done = run_git("cat-file", "blob", name, cwd=cwd)
     if done.returncode:
         raise Refused(f"git has no file {name} in {cwd}: {done.stderr.decode(errors='replace').strip()}")
@@ -64,26 +56,8 @@ def unfinished(tree: Path) -> str | None:
     return next((command for command, state in UNFINISHED.items() if (tree / ".git" / state).exists()), None)
 
 
-def head(root: Path, missing: str) -> str:
-    """Return the id of the commit that is checked out in ``root``.
-
-    Raises:
-        Refused: there is none, with the message ``missing``; or the checkout is another user's.
-    """
-    done = run_git("rev-parse", "--verify", "HEAD^{commit}", cwd=root)
-    if b"dubious ownership" in done.stderr:
-        raise Refused(f"{root} belongs to another user, so git refuses to read it; run this command as its owner")
-    if done.returncode:
-        raise Refused(missing)
-    return done.stdout.decode().strip()
-
-
 def run_git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> subprocess.CompletedProcess[bytes]:
-    """Run git in ``cwd`` and return the finished process, whatever its exit code.
-
-    Raises:
-        Refused: git is not installed.
-    """
+    """Run git in ``cwd`` and return the finished process, whatever its exit code."""
     env = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     identity = {"NAME": "verl-precision", "EMAIL": "", "DATE": date}
     env |= {f"GIT_{role}_{key}": value for role in ("AUTHOR", "COMMITTER") for key, value in identity.items()}

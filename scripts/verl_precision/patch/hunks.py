@@ -4,8 +4,8 @@ import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.errors import Refused
 from verl_precision.files import write
@@ -15,15 +15,11 @@ from verl_precision.patch.stack import Patch, Stack
 OUTCOMES = SAME, MERGED, PRESENT, CONFLICT = "same", "merged", "present", "conflict"
 
 
-@dataclass(frozen=True)
-class MergedHunk:
+class MergedHunk(NamedTuple):
     """One hunk of a patch and its outcome in the other tree.
 
-    Args:
-        path: of its file, ``old -> new`` if that moved.
-        location: its line and function.
-        outcome: same (its file did not change), merged (it did, or moved), present (in the other tree), conflict.
-        reason: of a conflict.
+    ``path`` is ``old -> new`` if the file moved, ``location`` is the hunk's line and function. ``outcome`` is same (its
+    file did not change), merged (it did, or moved), present (in the other tree) or conflict.
     """
 
     path: str
@@ -58,18 +54,13 @@ def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> Iterator[
                 same = ours.get(path) == base and path not in moved
                 shown = f"{path} -> {moved[path]}" if path in moved else path
                 for location, hunk in hunks(patch, path):
-                    if path not in ours:
-                        hunks_of_patch.append(MergedHunk(shown, location, CONFLICT, "there is no such file"))
-                        continue
-                    merged = merge(ours[path], base, hunk, Path(folder))
-                    if merged is None:
-                        hunks_of_patch.append(
-                            MergedHunk(shown, location, CONFLICT, reason(hunk, ours[path].decode(errors="replace")))
-                        )
-                    else:
-                        outcome = SAME if same else PRESENT if merged == ours[path] else MERGED
-                        hunks_of_patch.append(MergedHunk(shown, location, outcome))
+                    outcome, why = CONFLICT, "there is no such file"
+                    if path in ours and (merged := merge(ours[path], base, hunk, Path(folder))) is not None:
+                        outcome, why = SAME if same else PRESENT if merged == ours[path] else MERGED, ""
                         ours[path] = merged
+                    elif path in ours:
+                        why = reason(hunk, ours[path].decode(errors="replace"))
+                    hunks_of_patch.append(MergedHunk(shown, location, outcome, why))
             yield patch, hunks_of_patch
 
 

@@ -1,4 +1,4 @@
-"""Port a release's stack to another release, as commits.
+"""Port a release's stack to another release or to a fork, as commits.
 
 The merge base is the release that the stack was made for, so a hook is placed by the code that it changes, not by line
 numbers. It conflicts if its own lines changed. Renamed files that git detects are followed.
@@ -9,21 +9,19 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.files import sha256
-from verl_precision.patch.checkout import BASE, commit_base, commit_stack, scratch_beside
-from verl_precision.patch.closest import closest, unfit_hunks
+from verl_precision.patch.checkout import BASE, commit_base, commit_copied, commit_stack, scratch_beside
 from verl_precision.patch.export import blobs_of
-from verl_precision.patch.fork import Fork, branch_fork, find_fork, fork_commits
-from verl_precision.patch.git import DATE, cherry_pick, git, read_blob, run_git
+from verl_precision.patch.git import DATE, cherry_pick, git, run_git
 from verl_precision.patch.git_objects import package_blobs, package_files, package_tree_id
 from verl_precision.patch.hunks import merge_hunks, renames, report
 from verl_precision.patch.releases import VERL, Framework, Release, add_release, find_release, load_releases
-from verl_precision.patch.stack import Stack, load_stack, load_stacks, whole
-from verl_precision.patch.target import find_target
+from verl_precision.patch.stack import Stack, load_stack
+from verl_precision.patch.target import Target, find_target
 from verl_precision.patch.wheels import download, unpack, unpacked_wheel
 from verl_precision.paths import INSTALLED, REPO
 
@@ -32,6 +30,20 @@ SIMILAR = (
     r"autocast\(|bfloat16|\bbf16\b|\.backward\(|optimizer\.step\(|def optimizer_step"
     r"|update_weights|load_weights|get_per_tensor_param"
 )
+
+
+@dataclass(frozen=True)
+class Fork:
+    """The commit that is checked out at ``root``, the top of a git checkout, and the blob ids of the package in it.
+
+    Args:
+        date: the commit's, which later commits take, too: ``git log --since`` would end at older ones.
+    """
+
+    root: Path
+    commit_id: str
+    date: str
+    blobs: dict[str, str]
 
 
 def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Framework = VERL) -> tuple[list[str], bool]:
@@ -70,8 +82,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
         for patch, merged in merge_hunks(stack, tree, moved):
             outcomes[patch] = merged
             progress(f"merged {len(outcomes)}/{len(stack.patches)} {patch.name}")
-        stacks = [*whole(load_stacks(project, framework)).values()]
-        surveyed = list(survey(stack, tree, f"{base}^", f"{new}^", moved, stacks))
+        similar = list(survey(framework, tree, f"{base}^", f"{new}^", moved))
         progress(f"committing {len(stack.patches)} patches")
         done = cherry_pick(f"{base}..{branch}", tree, fork.date if fork else DATE)
         carried = int(git("rev-list", "--count", f"{new}..HEAD", cwd=tree))
@@ -80,10 +91,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
             entry = add_release(new_release, framework.home(project) / "versions.toml")
             lines = [f"added to versions.toml, with the family, dependencies and features of {name}:", entry]
         os.replace(tree, folder)
-    lines += [*report(stack, target, outcomes), *surveyed]
-    if fork:
-        progress(f"reading the history of {to}")
-        lines += fork_commits(fork, stack)
+    lines += [*report(stack, target, outcomes), *similar]
     lines += [f"{folder}: {carried} of {len(stack.patches)} patches committed, after the tag {new}"]
     if not done:
         stopped = stack.patches[carried].name
@@ -99,34 +107,15 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
     return lines, done
 
 
-def survey(
-    stack: Stack, tree: Path, old: str, new: str, moved: Mapping[str, str], stacks: list[Stack]
-) -> Iterator[str]:
-    """Yield what no hunk shows: new files with code like that which patches change, and a release that fits better.
-
-    Args:
-        old: the commit of the stack's release, in the git tree ``tree``.
-        new: that of the other version, whose files HEAD has.
-        moved: new paths of files by old ones.
-        stacks: of all releases.
-    """
-    kinds = (f"{stack.release.framework.name}/*.{ending}" for ending in ("py", "yaml"))
+def survey(framework: Framework, tree: Path, old: str, new: str, moved: Mapping[str, str]) -> Iterator[str]:
+    """Yield the files that the commit ``new`` adds to ``old`` and that contain code like that which patches change."""
+    kinds = (f"{framework.name}/*.{ending}" for ending in ("py", "yaml"))
     added = git("diff", "--name-only", "--diff-filter=A", "--no-renames", old, new, "--", *kinds, cwd=tree).splitlines()
     if unhooked := set(added) - set(moved.values()):
         found = run_git("grep", "--cached", "-lE", SIMILAR, "--", *unhooked, cwd=tree).stdout.decode().splitlines()
         if found:
             yield f"new files with similar code, which no patch changes: {len(found)}"
             yield from (f"    {path}" for path in found)
-
-    blobs = blobs_of(tree, new)
-
-    def read(path: str) -> bytes:
-        return read_blob(blobs[path], cwd=tree)
-
-    other = closest(blobs, read, stacks)
-    (theirs, of), (ours, all_ours) = (unfit_hunks(each, blobs, read) for each in (other, stack))
-    if theirs / of < ours / all_ours:
-        yield f"closer to {other.release}: {theirs} of {of} hunks do not fit, against {ours} of {all_ours} here"
 
 
 def progress(text: str) -> None:
@@ -154,8 +143,6 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
         if added := [path for path in stack.added if path in blobs]:
             unapply = f"make unapply-patches {source.variable}, or where they are commits, check out one before them"
             raise Refused(f"{to} contains {added[0]} already; remove the patches first: {unapply}")
-        if not (source.root / framework.version_file).exists():
-            raise Refused(f"{to} has no {framework.version_file}, as every release has; give a checkout or a release")
         if not source.version:
             raise Refused(f"{to}: {framework.version_file} contains no version; give a checkout or a release")
         fork = find_fork(source)
@@ -178,3 +165,33 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
     if name == stack.release.name:
         raise Refused(f"{to} is {stack.release} itself: apply the patches to it")
     return name, root, entry
+
+
+def find_fork(source: Target) -> Fork | None:
+    """Return the fork that ``source`` is a checkout of; None where it is not the top of one.
+
+    Raises:
+        Refused: the checkout has no commit, changes of the package that are not committed, or another owner.
+    """
+    root = source.root
+    if not (root / ".git").exists():
+        return None
+    found = run_git("rev-parse", "--verify", "HEAD^{commit}", cwd=root)
+    if found.returncode:
+        reason = found.stderr.decode(errors="replace").partition("\n")[0]
+        raise Refused(f"{root} is a git checkout without a commit, or another user's: {reason}")
+    commit_id, package = found.stdout.decode().strip(), source.framework.name
+    options = ("--porcelain", "--untracked-files=no", "--", package)
+    if changed := git("--no-optional-locks", "status", *options, cwd=root).splitlines():
+        raise Refused(f"{root} has uncommitted changes: {changed[0][3:]}; commit or stash them, then port again")
+    date = git("log", "-1", "--format=%cI", commit_id, cwd=root).strip()
+    return Fork(root, commit_id, date, blobs_of(root, commit_id, package))
+
+
+def branch_fork(fork: Fork, branch: str, name: str, stack: Stack, scratch: Path) -> Path:
+    """Clone the fork, as the remote ``origin``, into ``scratch``, and add the verbatim files on a new branch."""
+    tree = scratch / "tree"
+    git("clone", "--quiet", "--no-tags", "--no-checkout", str(fork.root), str(tree), cwd=scratch)
+    git("checkout", "--quiet", "-b", branch, fork.commit_id, cwd=tree)
+    commit_copied(stack, name, tree, fork.date)
+    return tree

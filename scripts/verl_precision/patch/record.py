@@ -69,9 +69,6 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
 
     If the package was uninstalled since, or another version installed, it has only the files added. After
     an interrupted unapply it leaves out the files that were restored and then edited or removed.
-
-    Raises:
-        Refused: the file is not a record.
     """
     if not target.record.exists():
         return None
@@ -87,9 +84,8 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
                 raise ValueError(f"{each!r} is not an object id")
     except (ValueError, TypeError, RecursionError) as error:
         cause = f"is damaged, or of a newer version of this project ({error})"
-        remedy = (
-            f"move it elsewhere, then make unapply-patches {target.variable}, with the version that applied the patches"
-        )
+        framework = target.framework.name
+        remedy = f"save your edits, delete {target.root / framework} and reinstall {framework} or check it out again"
         raise Refused(f"{target.record} {cause}; {remedy}") from error
     if not record.hooked(blobs) and target.version != record.release:
         return replace(record, replaced={})
@@ -101,7 +97,7 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
 
 
 def check_paths(paths: Iterable[str], framework: Framework) -> None:
-    """Raise ValueError if one is not a path into the framework's package, or into what apply keeps there.
+    """Raise ValueError if one is not a path into the framework's package, or is one into what apply keeps there.
 
     A record may come with a repository that was cloned, and unapply replaces and deletes the files that it names.
     """
@@ -124,19 +120,3 @@ def likely(record: Record | None, stacks: Sequence[Stack]) -> Stack:
     # Without hooked files, as after another release was installed, only the added ones are compared.
     files = {stack.id: {*stack.added, *(stack.before if record.replaced else ())} for stack in stacks}
     return max(stacks, key=lambda stack: (stack.id == record.stack, -len(own ^ files[stack.id])))
-
-
-def recover_record(blobs: Mapping[str, str], stacks: list[Stack]) -> Record | None:
-    """Return the record that a tree with these blobs has lost; None if it is not patched.
-
-    The blobs must be a release's, except those of the files that its stack, one of ``stacks``, patched or copied in.
-    """
-    found = []
-    for stack in stacks:
-        if not (stack.after.items() | stack.copied.items()) & blobs.items():
-            continue  # the tree has none of its files; making a record takes 20 ms
-        record = make_record(stack, blobs)
-        pristine = record.undone(blobs)
-        if pristine != blobs and not record.removed(blobs) and not stack.mismatches(pristine):
-            found.append((stack.rest_is_pristine(pristine), record))
-    return max(found, key=lambda each: each[0])[1] if found else None

@@ -15,37 +15,28 @@ from verl_precision.paths import REPO
 class Framework:
     """A package that has stacks: those of ``name`` are in patches/<name>, and its make variable is <NAME>.
 
-    Args:
-        name: of the package.
-        distribution: its name on PyPI.
-        version_file: the file of the package that contains its version.
-        overlays: the folder to which apply copies configs/precision, if the framework reads such files.
-        features: the words that versions.toml may list as a release's features, and explains.
+    Paths are relative to the folder that contains the package.
     """
 
     name: str
-    distribution: str
+    distribution: str  # its name on PyPI
     version_file: str
-    overlays: str | None = None
-    features: tuple[str, ...] = ()
+    overlays: str | None = None  # where apply copies configs/precision, if the framework reads such files
+    features: tuple[str, ...] = ()  # the words that versions.toml may list as a release's features, and explains
 
     @property
     def stamp(self) -> str:
-        """Path of the stamp that apply leaves and workers report."""
-        return f"{self.name}/utils/precision_stamp.json"
+        return f"{self.name}/utils/precision_stamp.json"  # apply leaves it, and workers report it
 
     @property
     def bookkeeping(self) -> str:
-        """Path of the folder in which apply keeps its record and the original files."""
-        return f"{self.name}/.precision"
+        return f"{self.name}/.precision"  # a folder with the record of apply and the original files
 
     @property
     def staging(self) -> str:
-        """Path of the folder that apply fills and then renames to ``bookkeeping``."""
-        return f"{self.bookkeeping}.new"
+        return f"{self.bookkeeping}.new"  # apply fills it, then renames it to ``bookkeeping``
 
     def home(self, project: Path) -> Path:
-        """Return the folder of its stacks."""
         return project / "patches" / self.name
 
 
@@ -74,9 +65,6 @@ class Release:
     copied in do not count, so that editing them changes no release's entry. ``features`` are what code asks of a
     release, in words that versions.toml explains. ``ported_from`` is the release whose stack was ported to this one:
     tables without an entry for this release use that release's.
-
-    Raises:
-        Refused: a feature is not among the framework's.
     """
 
     framework: Framework
@@ -120,11 +108,7 @@ def load_releases(project: Path = REPO, framework: Framework = VERL) -> dict[str
 
 
 def find_release(name: str, project: Path = REPO, framework: Framework = VERL) -> Release:
-    """Return the release called ``name``.
-
-    Raises:
-        Refused: versions.toml has none of this name.
-    """
+    """Return the release called ``name``, which versions.toml must have."""
     releases = load_releases(project, framework)
     if name not in releases:
         raise Refused(f"unknown {framework.name} release {name!r}; known: {', '.join(releases)}")

@@ -42,8 +42,7 @@ class Patch:
 
     @property
     def fixes(self) -> bool:
-        """Whether the patch belongs to the series ``fixes``."""
-        return in_fixes(self.message)
+        return FIXES in self.message.rstrip().rpartition("\n\n")[2].splitlines()
 
     @cached_property
     def blobs(self) -> list[tuple[str, str, str]]:
@@ -54,17 +53,8 @@ class Patch:
         return blobs
 
 
-def in_fixes(message: str) -> bool:
-    """Return whether a commit message has the trailer of the series ``fixes``."""
-    return FIXES in message.rstrip().rpartition("\n\n")[2].splitlines()
-
-
 def trailers(patch: Patch) -> dict[str, str]:
-    """Return the patch's trailers as ``git interpret-trailers`` reads them.
-
-    Raises:
-        Refused: one of ``TRAILERS`` is missing or empty, Reason is not one of ``REASONS``, or Series is not fixes.
-    """
+    """Return the patch's trailers as ``git interpret-trailers`` reads them; refuse bad or missing ones."""
     with tempfile.TemporaryDirectory() as scratch:
         lines = git("interpret-trailers", "--parse", cwd=Path(scratch), stdin=patch.text).splitlines()
     values = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
@@ -80,23 +70,15 @@ def trailers(patch: Patch) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """The changes of one apply.
-
-    Args:
-        before: blob ids of the hooked files in the release, by path.
-        after: the same with the patches.
-        added: content of the files copied in, by path.
-        id: a digest of the patches and of the files copied in.
-        series: "precision" or "precision and fixes"; empty where the release has only one stack.
-    """
+    """The changes of one apply."""
 
     release: Release
     patches: tuple[Patch, ...]
-    before: Mapping[str, str]
-    after: Mapping[str, str]
-    added: Mapping[str, bytes]
-    id: str
-    series: str = ""
+    before: Mapping[str, str]  # blob ids of the hooked files in the release, by path
+    after: Mapping[str, str]  # the same with the patches
+    added: Mapping[str, bytes]  # content of the files copied in, by path
+    id: str  # a digest of the patches and of the files copied in
+    series: str = ""  # "precision" or "precision and fixes"; empty where the release has only one stack
 
     def mismatches(self, blobs: Mapping[str, str]) -> list[str]:
         """Return the paths in which a tree with these blobs differs from this release's pristine tree."""
@@ -106,7 +88,6 @@ class Stack:
 
     @property
     def fixes(self) -> bool:
-        """Whether it contains a series ``fixes``."""
         return self.series.endswith("fixes")
 
     @property
@@ -153,7 +134,7 @@ def verbatim_files(project: Path = REPO, framework: Framework = VERL, fixes: boo
 
 
 def load_stack(release: Release, project: Path = REPO) -> Stack:
-    """Return the stack of all patches and files of a release; raises as ``release_stacks`` does."""
+    """Return the stack of all patches and files of a release."""
     return release_stacks(release, project)[-1]
 
 
@@ -188,11 +169,7 @@ def release_stacks(release: Release, project: Path = REPO) -> list[Stack]:
 
 
 def precision_patches(patches: Sequence[Patch]) -> int:
-    """Return the number of patches of the series ``precision``.
-
-    Raises:
-        Refused: one of them follows a patch of ``fixes``.
-    """
+    """Return the number of patches of the series ``precision``, none of which may follow one of ``fixes``."""
     count = sum(not patch.fixes for patch in patches)
     if late := [patch.name for patch in patches[count:] if not patch.fixes]:
         (first, *_) = (patch.name for patch in patches if patch.fixes)
@@ -201,11 +178,7 @@ def precision_patches(patches: Sequence[Patch]) -> int:
 
 
 def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str, bytes], series: str = "") -> Stack:
-    """Return the stack of these patches, in order, and files.
-
-    Raises:
-        Refused: a patch starts from another blob than the patches before it end with.
-    """
+    """Return the stack of these patches, each of which must start from what the patches before it produce."""
     before: dict[str, str] = {}
     after: dict[str, str] = {}
     for patch in patches:

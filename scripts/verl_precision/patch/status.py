@@ -6,11 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_precision.format import first_three
-from verl_precision.patch.checkout import copied_stack
 from verl_precision.patch.closest import closest
 from verl_precision.patch.git import unfinished
-from verl_precision.patch.git_objects import blob_id
-from verl_precision.patch.record import Record, likely, read_record, recover_record
+from verl_precision.patch.record import Record, likely, read_record
 from verl_precision.patch.releases import VERL, Framework
 from verl_precision.patch.stack import Stack, load_stacks, whole
 from verl_precision.patch.target import Target, opened
@@ -54,25 +52,22 @@ def status(path: Path, project: Path = REPO, framework: Framework = VERL) -> Sta
 
 def examine(target: Target, blobs: Mapping[str, str], record: Record | None, stacks: list[Stack]) -> Status:
     """Return the target's state, from its blobs, its record and the stacks of its framework."""
-    lost = None if record else recover_record(blobs, stacks)
     stamped = record and target.stamp.is_file() and target.stamp.read_bytes() == record.stamp_file
     stamp = record.stamp if stamped else None
     if record and (fault := changed_since_apply(target, blobs, record)):
         return Status(*fault, record.release, stamp=stamp)
-    record = record or lost
     pristine = record.undone(blobs) if record else blobs
     matching = [stack for stack in stacks if not stack.mismatches(pristine)]
     if not matching:
-        state, detail = unmatched(target, pristine, record, stacks)
-        return Status(state, detail, stamp=stamp)
+        return Status(*unmatched(target, pristine, record, stacks), stamp=stamp)
     exact = any(stack.rest_is_pristine(pristine) for stack in matching)
     stack = likely(record, [stack for stack in matching if stack.rest_is_pristine(pristine) or not exact])
-    state, detail = matched(target, stack, blobs, record, bool(stamp), lost is not None)
+    state, detail = matched(target, stack, blobs, record, bool(stamp))
     return Status(state, detail, stack.release.name, exact, stack.id, stamp, stack.series)
 
 
 def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record) -> tuple[str, str] | None:
-    """Return state and detail of a tree whose recorded files were edited or removed since apply; None without any."""
+    """Return state and detail of a tree whose recorded files were edited or removed since apply."""
     name = target.framework.name
     unapply = f"make unapply-patches {target.variable}"
     if edited := record.edited(blobs):
@@ -86,7 +81,7 @@ def changed_since_apply(target: Target, blobs: Mapping[str, str], record: Record
 
 
 def matched(
-    target: Target, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool, lost: bool
+    target: Target, stack: Stack, blobs: Mapping[str, str], record: Record | None, stamped: bool
 ) -> tuple[str, str]:
     """Return state and detail of a tree that equals the stack's release once the record is undone."""
     name = str(stack.release)
@@ -100,19 +95,13 @@ def matched(
             return "patched", f"{name} with {stack.title}"
         return "outdated", f"{name} with stack {record.stack}; {apply} brings it to {stack.title}"
     restore = f"make unapply-patches {target.variable} restores the release, then {apply} again"
-    if lost and 0 < len(hooked) < len(record.replaced):
-        return "half-patched", f"{name}, but {hooked[0]} is patched and apply left no record; {restore}"
     if stamped and hooked:
         what = "not patched" if bare[0] in blobs else "missing"
         return "half-patched", f"{name} with stack {record.stack}, but {bare[0]} is {what}; {restore}"
-    if lost:
-        kept = f"the record of apply in {target.framework.bookkeeping}"
-        cause = f"it has files of stack {record.stack}, but {kept} is lost"
-    elif stamped:
+    if stamped:
         installed = f"{target.framework.name} was installed or checked out again over stack {record.stack}"
         return "interrupted", f"{name}: {installed}; {apply} patches it again, unapply deletes what the stack left"
-    else:
-        cause = "apply or unapply was interrupted, or files were restored"
+    cause = "apply or unapply was interrupted, or files were restored"
     return "interrupted", f"{name}: {cause}; unapply, or {apply}, repairs it"
 
 
@@ -125,51 +114,24 @@ def unmatched(
     if record and record.release not in by_name:
         origin = f"another version of this project, for {framework} {record.release}, stack {record.stack}"
         return "foreign", f"patched by {origin}; make unapply-patches {target.variable} removes that"
-    stamp = None if record else target.read_stamp()
-    recorded = record.release if record and record.replaced else stamp and stamp["release"]
-    unix = {**pristine, **unix_blobs(target, pristine, stacks)}
-    stack = by_name[recorded] if recorded in by_name else closest(unix, target.read, [*by_name.values()])
+    if not record and (stamp := target.read_stamp()):
+        name = f"{framework} {stamp['release']} with stack {stamp['stack']}"
+        # A reinstall leaves the files that apply added.
+        anew = f"save your edits, delete {target.root / framework} and reinstall {framework} or check it out again"
+        return "half-patched", f"{name}, but without the record in {target.framework.bookkeeping}; {anew}"
+    if record and record.replaced:
+        stack = by_name[record.release]
+    else:
+        stack = closest(pristine, target.read, [*by_name.values()])
     own = [each for each in stacks if each.release == stack.release]
-    named = stamp and stamp["stack"]
-    stack = min(own, key=lambda each: (each.id != named, len(unknown_files(each, pristine)), -len(each.before)))
-    if windows := sorted(set(stack.unknown(pristine)) - set(stack.unknown(unix))):
-        cause = f"these files have CRLF line endings: {first_three(windows)}"
-        return "dirty", f"{stack.release}, but {cause}; git config core.autocrlf false, then check them out again"
-    if stamp:
-        return without_record(target, stack, pristine, stamp)
+    stack = min(own, key=lambda each: (len(unknown_files(each, pristine)), -len(each.before)))
     # A tree with most of the files that apply adds was patched by a port; its hooks may match no release.
     if not record and 2 * len(stack.added.keys() & pristine.keys()) > len(stack.added):
-        return ported(target, stack, stacks, pristine)
-    return edited(target, stack, pristine, record) or foreign(target, stack, pristine, by_name)
-
-
-def ported(target: Target, stack: Stack, stacks: list[Stack], blobs: Mapping[str, str]) -> tuple[str, str]:
-    """Return state and detail of a tree with a stack as commits: the stack that they record, or else ``stack``."""
-    release, stack_id = copied_stack(target.root) or (None, None)
-    own = [each for each in stacks if str(each.release) == release]
-    recorded = max(own, key=lambda each: (each.id == stack_id, len(each.added))) if own else None
-    stack, origin = (recorded, "from") if recorded else (stack, "closest to")
-    version = f"stack {stack.id}"
-    if other := [path for path, blob in stack.copied.items() if blobs.get(path) != blob]:
-        version = f"another version of {version} ({first_three(other)})"
-    elif recorded and stack_id != stack.id:
-        version = f"stack {stack_id}, another version of {version},"
-    name = f"{origin} {stack.release}, with {version} as commits"
-    if begun := unfinished(target.root):
-        return "half-patched", f"{name}, and a {begun} to finish: git -C {target.root} {begun} --continue"
-    return "ported", f"{name}; to remove it, switch branches or revert them"
-
-
-def without_record(target: Target, stack: Stack, blobs: Mapping[str, str], stamp: Mapping[str, str]) -> tuple[str, str]:
-    """Return state and detail of a tree without its record that was edited, or patched by another version."""
-    framework, kept = target.framework.name, target.framework.bookkeeping
-    name = f"{framework} {stamp['release']} with stack {stamp['stack']}, but without the record in {kept}"
-    edits = "your edits"
-    if stamp["stack"] == stack.id and (unknown := unknown_files(stack, blobs)):
-        edits += f" ({first_three(unknown)})"
-    # A reinstall leaves the files that apply added.
-    anew = f"save {edits}, delete {target.root / framework} and reinstall {framework} or check it out again"
-    return "half-patched", f"{name}; {anew}"
+        name = f"the patches of {stack.release}, or ones close to them, are commits"
+        if begun := unfinished(target.root):
+            return "half-patched", f"{name}, and a {begun} is to finish: git -C {target.root} {begun} --continue"
+        return "ported", f"{name}; to remove them, switch branches or revert them"
+    return edited_or_foreign(target, stack, pristine, record, by_name)
 
 
 def unknown_files(stack: Stack, blobs: Mapping[str, str]) -> list[str]:
@@ -178,24 +140,21 @@ def unknown_files(stack: Stack, blobs: Mapping[str, str]) -> list[str]:
     return [path for path in stack.mismatches(blobs) if blobs.get(path) != patched.get(path, "")]
 
 
-def edited(target: Target, stack: Stack, pristine: Mapping[str, str], record: Record | None) -> tuple[str, str] | None:
-    """Return state and detail of the stack's release with edits; None if too many of its hooked files differ."""
+def edited_or_foreign(
+    target: Target, stack: Stack, pristine: Mapping[str, str], record: Record | None, releases: Iterable[str]
+) -> tuple[str, str]:
+    """Return state and detail of a tree with edits of the stack's release, or with none of the releases."""
+    hooks, unknown = f"merge the patches: {port_command(target, stack)}", unknown_files(stack, pristine)
     # Two releases differ in a third of their hooked files or more.
     few = len(stack.unknown(pristine)) < len(stack.before) / 4
-    if not (record or few or stack.rest_is_pristine(pristine) or target.version == stack.release.name):
-        return None
-    unknown = unknown_files(stack, pristine)
-    reset = "check them out again" if (target.root / ".git").exists() else f"reinstall {stack.release}"
-    detail = f"{stack.release} except {first_three(unknown)}; save your edits, then {reset}"
-    return "dirty", detail if record else f"{detail}, or keep them and merge the patches: {port_command(target, stack)}"
-
-
-def foreign(target: Target, stack: Stack, pristine: Mapping[str, str], releases: Iterable[str]) -> tuple[str, str]:
-    """Return state and detail of a tree that is far from all releases; that of ``stack`` is the closest."""
-    unknown = [path for path in stack.mismatches(pristine) if pristine.get(path) != stack.after.get(path, "")]
+    if record or few or stack.rest_is_pristine(pristine) or target.version == stack.release.name:
+        reset = "check them out again" if (target.root / ".git").exists() else f"reinstall {stack.release}"
+        files = unknown or stack.mismatches(pristine)  # or patched files without the record of apply
+        detail = f"{stack.release} except {first_three(files)}; save your edits, then {reset}"
+        return "dirty", detail if record else f"{detail}, or keep them and {hooks}"
     nearest = f"matches none of {target.framework.name} {', '.join(releases)}; the closest is {stack.release.name}"
     share = f"of the {len(stack.before)} files that its patches change, {len(unknown)} differ: {first_three(unknown)}"
-    return "foreign", f"{nearest}, {share}; merge the patches with it: {port_command(target, stack)}"
+    return "foreign", f"{nearest}, {share}; {hooks}"
 
 
 def apply_command(root: Path, series: str) -> str:
@@ -208,17 +167,11 @@ def port_command(target: Target, stack: Stack) -> str:
     return f"make port{option} FROM={stack.release.name} TO={shlex.quote(str(target.root))}"
 
 
-def unix_blobs(target: Target, blobs: Mapping[str, str], stacks: list[Stack]) -> dict[str, str]:
-    """Return the blob ids of the hooked files with Unix's line endings, by path."""
-    hooked = {path for stack in stacks for path in stack.before if path in blobs}
-    return {path: blob_id((target.root / path).read_bytes().replace(b"\r\n", b"\n")) for path in hooked}
-
-
 def drift(path: Path, project: Path = REPO, framework: Framework = VERL) -> list[str]:
     """Report, per patch, which of its files differ between the target and the closest release; changes nothing."""
     target = opened(path, framework)
     blobs, stacks = target.blobs(), load_stacks(project, framework)
-    record = read_record(target, blobs) or recover_record(blobs, stacks)
+    record = read_record(target, blobs)
     pristine = record.undone(blobs) if record else blobs
     stack = closest(blobs, target.read, [*whole(stacks).values()])
     changed = {path: "changed" if path in pristine else "gone" for path in stack.changed(pristine)}

@@ -117,23 +117,18 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     Raises:
         Refused: it contains none of them, or several; or apply did not write the file that has the stamp's name.
     """
-    targets = []
-    for framework in frameworks:
-        for root in (path, path.parent):
-            target, package = Target(root, framework), root / framework.name
-            if (target.installed or target.record.is_file()) and package in (path, path / framework.name):
-                targets.append(target)
-                break
+    places = [Target(path, each) for each in frameworks]
+    places += [Target(path.parent, each) for each in frameworks if path.name == each.name]
+    targets = [target for target in places if target.installed or target.record.is_file()]
     if len(targets) == 1:
         targets[0].read_stamp()
         return targets[0]
     if targets:
         names = [target.framework.name for target in targets]
         raise Refused(f"{path} contains {' and '.join(names)}; choose one: --framework {' or '.join(names)}")
-    names = [framework.name for framework in frameworks]
-    missing = f"contains no {' or '.join(f'{name}/__init__.py' for name in names)}"
-    kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
-    raise Refused(f"{path} {missing if path.is_dir() else 'is not a folder'}; give {kinds}")
+    names = " or ".join(framework.name for framework in frameworks)
+    missing = f"contains no package {names}" if path.is_dir() else "is not a folder"
+    raise Refused(f"{path} {missing}; give a checkout of {names}, an unpacked release or a site-packages folder")
 
 
 def installed_tree(framework: Framework) -> Path:

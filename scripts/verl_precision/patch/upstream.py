@@ -19,13 +19,12 @@ from pathlib import Path
 from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.patch.checkout import BASE, commit, commit_stack, scratch_beside
-from verl_precision.patch.export import DIFF_OPTIONS
-from verl_precision.patch.git import cherry_pick, git, run_git, unfinished
+from verl_precision.patch.git import cherry_pick, git, run_git, unfinished, unmerged
 from verl_precision.patch.git_objects import blob_id
-from verl_precision.patch.hunks import hunks, merge_hunks, renames, report
+from verl_precision.patch.hunks import hunks
 from verl_precision.patch.precision_module import PACKAGE
 from verl_precision.patch.releases import find_release
-from verl_precision.patch.stack import Patch, Stack, files_below, load_stack, make_stack
+from verl_precision.patch.stack import Patch, Stack, files_below, load_stack
 from verl_precision.paths import REPO
 
 PREFIX = "precision/"
@@ -118,27 +117,24 @@ def read_pick(text: str) -> Pick:
 # --- the first line: the series on its release, picked ---------------------------------------------------------------
 
 
-def pick_line(plan: BranchPlan, scratch: Path) -> tuple[Path, Stack]:
+def pick_line(plan: BranchPlan, scratch: Path) -> Path:
     """Make, inside ``scratch``, a git tree of the release with a commit for each patch that a branch picks from.
 
-    Returns:
-        its folder, with these commits as the branch ``line`` and the release as the tag ``start``; and the commits as
-        a stack.
+    These commits are the branch ``line``, and the release is the tag ``start``.
     """
     patches = {patch.name: patch for patch in plan.stack.patches}
     tree = commit_stack(plan.stack, scratch)
     git("checkout", "--quiet", "-b", "line", f"{BASE}{plan.stack.release.name}^", cwd=tree)
     git("tag", "start", cwd=tree)
-    made = []
     for branch in plan.branches:
         for pick in branch.picks:
             pick_hunks(branch, pick, patches[pick.patch], tree)
-            made.append(commit_part(branch, pick.patch, tree))
+            commit(tree, f"{branch.slug}: {pick.patch}\n\nBranch: {branch.slug}\n")
         adapt = branch.folder / "adapt.patch"
         if adapt.exists():
             git("apply", "--index", "-", cwd=tree, stdin=adapt.read_text())
-            made.append(commit_part(branch, adapt.name, tree))
-    return tree, make_stack(plan.stack.release, tuple(made), {})
+            commit(tree, f"{branch.slug}: {adapt.name}\n\nBranch: {branch.slug}\n")
+    return tree
 
 
 def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
@@ -151,14 +147,6 @@ def pick_hunks(branch: Branch, pick: Pick, patch: Patch, tree: Path) -> None:
                 f"branches.toml: {branch.slug} cannot take these hunks of {path} of {patch.name} without those that it "
                 "leaves out: leave out more, and add their replacement to adapt.patch"
             )
-
-
-def commit_part(branch: Branch, name: str, tree: Path) -> Patch:
-    """Commit the index of ``tree`` as a part of the branch, and return it as a patch."""
-    message = f"{branch.slug}: {name}\n\nBranch: {branch.slug}\n"
-    commit(tree, message)
-    diff = git("diff-tree", "--no-commit-id", *DIFF_OPTIONS, "HEAD", cwd=tree)
-    return Patch(f"{branch.slug}: {name}", f"Subject: {message}\n---\n{diff}")
 
 
 # --- the clone -------------------------------------------------------------------------------------------------------
@@ -193,15 +181,15 @@ def author(verl: Path) -> tuple[str, str]:
     return re.fullmatch(r"(.*) <(.*)> \S+ \S+", ident.stdout.strip()).groups()
 
 
-def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
+def start(verl: Path, folder: Path, plan: BranchPlan) -> list[str]:
     """Make ``folder`` a clone with the first line of commits on top of main.
 
     Returns:
-        a report as of ``make port``, a line each, and whether nothing is left to resolve.
+        what to do, a line each, about the patch that has conflicts; nothing without one.
     """
     name, email = author(verl)
     with scratch_beside(folder) as (scratch, folder):
-        line, stack = pick_line(plan, scratch)
+        line = pick_line(plan, scratch)
         tree = scratch / "clone"
         options = ("--quiet", "--shared", "--no-tags", "--single-branch", "--branch=main")
         git("clone", *options, str(verl.resolve()), str(tree), cwd=scratch)
@@ -210,16 +198,16 @@ def start(verl: Path, folder: Path, plan: BranchPlan) -> tuple[list[str], bool]:
         git("fetch", "--quiet", "--no-tags", str(line), f"line:{LINE}", f"refs/tags/start:{START}", cwd=tree)
         git("update-ref", ONTO, "HEAD", cwd=tree)
         git("checkout", "--quiet", "-b", CARRIED.removeprefix("refs/heads/"), cwd=tree)
-        outcomes = dict(merge_hunks(stack, tree, renames(tree, START, ONTO)))
         done = cherry_pick(f"{START}..{LINE}", tree)
         os.replace(tree, folder)
-    lines = list(report(stack, f"main {git('rev-parse', '--short', ONTO, cwd=folder).strip()}", outcomes))
-    if not done:
-        lines += [
-            f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
-            f"  then continue: make pr-branch VERL={verl} DIR={folder}",
-        ]
-    return lines, done
+    if done:
+        return []
+    patch = git("log", "-1", "--format=%s", "CHERRY_PICK_HEAD", cwd=folder).strip()
+    return [
+        f"{patch} conflicts with main in {', '.join(unmerged(folder))}",
+        f"{folder}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
+        f"  then continue: make pr-branch VERL={verl} DIR={folder}",
+    ]
 
 
 def check_line(verl: Path, folder: Path, plan: BranchPlan) -> None:

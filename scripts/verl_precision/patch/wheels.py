@@ -14,11 +14,7 @@ from verl_precision.paths import CACHE
 
 
 def wheel(release: str, framework: Framework = VERL) -> Path:
-    """Return the wheel of a release of versions.toml.
-
-    Raises:
-        Refused: the release is unknown, its wheel cannot be downloaded, or has another sha256 than versions.toml.
-    """
+    """Return the wheel of a release of versions.toml, whose sha256 it must have."""
     expected, path = find_release(release, framework=framework).wheel_sha256, download(release, framework)
     if (actual := sha256(path)) != expected:
         raise Refused(f"{path} has sha256 {actual}, but versions.toml records {expected}; delete the file")
@@ -48,12 +44,12 @@ def download(release: str, framework: Framework = VERL) -> Path:
 
 
 def unpacked_wheel(release: str, into: Path, framework: Framework = VERL) -> Path:
-    """Unpack the release's pristine wheel into ``into`` and return that folder, which contains the package."""
+    """Unpack the release's wheel into the folder ``into`` and return that."""
     return unpack(wheel(release, framework), into)
 
 
 def unpack(archive: Path, into: Path) -> Path:
-    """Unpack a zip file into the folder ``into`` and return that folder."""
+    """Unpack a zip file into the folder ``into`` and return that."""
     with zipfile.ZipFile(archive) as opened:
         opened.extractall(into)
     return into

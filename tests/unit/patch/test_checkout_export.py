@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.patch_tool import cut_short, message, refused, run_command
-from support.small_projects import CONFIG, MODULE, OVERLAY, PART, PROTOCOL, RELEASE, UNTOUCHED, wheel_of
+from support.small_projects import CONFIG, MODULE, PROTOCOL, RELEASE, UNTOUCHED, wheel_of
 from support.trees import contents, edit, git, write_files
 
 from verl_precision.errors import Refused
@@ -63,34 +63,15 @@ def test_checkout_of_another_tree_than_the_recorded_one_is_refused(project: Path
     assert "; versions.toml records 0" in refused(project, "checkout", RELEASE, tmp_path / "tree", unchanged=tmp_path)
 
 
-def test_export_writes_verbatim_files_back(project: Path, tree: Path):
-    files = project / "patches/verl/files"
-    (tree / MODULE).write_text("ANSWER = 43\n")
-    (tree / OVERLAY).write_text("# changed\n")
-    (tree / PART).unlink()
-    (tree / "verl/utils/another.py").write_text("A = 1\n")
-    edit(tree / UNTOUCHED, "import", "import verl.utils.another\nimport")
-    git("add", "--all", cwd=tree)
-    git("commit", "-m", message("[worker] feat: use another module"), cwd=tree)
+def test_export_adds_a_patch_and_can_be_repeated(project: Path, tree: Path):
+    edit(tree / UNTOUCHED, "import", "# hook\nimport")
+    git("commit", "-am", message("[worker] feat: use another module"), cwd=tree)
     assert run_command(project, "export", tree).returncode == 0
-    assert (files / MODULE).read_text() == "ANSWER = 43\n"
-    assert (files / "verl/utils/another.py").read_text() == "A = 1\n" and not (files / PART).exists()
-    assert (project / "configs/precision/fp16.yaml").read_text() == "# changed\n"
     assert (project / "patches/verl/v0.9.1/series").read_text().splitlines()[2] == "worker-use-another-module.patch"
     written = contents(project)
     assert run_command(project, "export", tree).returncode == 0
     assert contents(project) == written
     assert run_command(project, "check", "--release", RELEASE).returncode == 0
-
-
-def test_export_keeps_newer_verbatim_files(project: Path, tree: Path):
-    (tree / MODULE).write_text("ANSWER = 43\n")
-    git("commit", "-am", message("[worker] feat: another answer"), cwd=tree)
-    (project / "patches/verl/files" / MODULE).write_text("ANSWER = 44\n")
-    assert MODULE in refused(project, "export", tree, unchanged=project)
-    git("reset", "--hard", "--quiet", "HEAD~1", cwd=tree)
-    assert run_command(project, "export", tree).returncode == 0
-    assert (project / "patches/verl/files" / MODULE).read_text() == "ANSWER = 44\n"
 
 
 def test_incomplete_header_is_refused(project: Path, tree: Path):
@@ -127,9 +108,13 @@ def test_export_requires_a_clean_linear_tree(project: Path, tree: Path, target: 
     assert "on top of base/0.9.1" in refusal(tree)
     git("reset", "--hard", "--quiet", "ORIG_HEAD", cwd=tree)
     (tree / "setup.py").write_text("")
-    assert "changes setup.py, which is not in verl/" in refusal_of_a_commit()
+    assert "adds, removes or changes setup.py; a patch only changes files of the release" in refusal_of_a_commit()
     git("mv", UNTOUCHED, "verl/utils/moved.py", cwd=tree)
-    assert f"removes {UNTOUCHED}" in refusal_of_a_commit()
+    assert f"adds, removes or changes {UNTOUCHED}; " in refusal_of_a_commit()
+    (tree / MODULE).write_text("ANSWER = 43\n")
+    assert f"changes {MODULE}; a patch only changes files of the release; new files are in patches/verl/files" in (
+        refusal_of_a_commit()
+    )
     edit(tree / CONFIG, "# Format", ">>>>>>> theirs\n# Format")
     assert "has a conflict marker, >>>>>>>;" in refusal_of_a_commit()
     git("checkout", "--quiet", "-b", "side", "HEAD~1", cwd=tree)

@@ -87,29 +87,6 @@ def test_what_is_in_the_way_is_refused_first(tiny: Path, target: Path, path: str
     assert os.path.lexists(blocked)
 
 
-@pytest.mark.parametrize("lost", ["record", "git clean", "copied files"])
-def test_patches_are_found_without_the_record(tiny: Path, pristine: Path, patched: Path, tmp_path: Path, lost: str):
-    """By the files' content, and taken off by the patches themselves; also where the stamp went with it."""
-    whole = contents(patched)
-    shutil.rmtree(patched / "verl/.precision")
-    if lost == "git clean":
-        for path in (STAMP, MODULE, PART, OVERLAY):
-            (patched / path).unlink()
-    if lost == "copied files":  # are what is left
-        for path in (ENGINE, CONFIG, PROTOCOL):
-            shutil.copy(pristine / path, patched / path)
-    found = status(patched, tiny)
-    assert (found.state, found.release, found.exact) == ("interrupted", RELEASE, True) and "is lost" in found.detail
-    again = shutil.copytree(patched, tmp_path / "again")
-    unapply(patched, tiny)
-    assert {path for path, content in contents(patched).items() if content is not None} == {
-        path for path, content in contents(pristine).items() if content is not None
-    }
-    assert all((patched / path).read_bytes() == (pristine / path).read_bytes() for path in (ENGINE, CONFIG, PROTOCOL))
-    apply(again, tiny)
-    assert contents(again) == whole
-
-
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -126,11 +103,8 @@ def test_damaged_record_is_refused_with_the_way_out(tiny: Path, pristine: Path, 
         line = refused(tiny, command, patched, unchanged=patched)
         assert (
             f"{record} is damaged, or of a newer version" in line
-            and "move it elsewhere, then make unapply-patches" in line
+            and f"save your edits, delete {patched}/verl and" in line
         )
-    record.unlink()
-    unapply(patched, tiny)
-    assert contents(patched) == contents(pristine)
 
 
 @pytest.mark.parametrize("kind", ["replaced", "added", "folders"])
@@ -154,10 +128,21 @@ def test_record_of_files_elsewhere_is_refused(tiny: Path, patched: Path, kind: s
     assert contents(patched.parent) == before
 
 
-def test_edits_without_the_record_are_named(tiny: Path, patched: Path):
+def test_lost_record_is_refused_with_the_way_out(tiny: Path, patched: Path):
+    stack = json.loads((patched / STAMP).read_text())["stack"]
     shutil.rmtree(patched / "verl/.precision")
     edit(patched / ENGINE, "\n", "\n# mine\n")
-    assert f"save your edits ({ENGINE}), delete {patched}/verl" in refused(tiny, "unapply", patched, unchanged=patched)
+    without = f"without the record in verl/.precision; save your edits, delete {patched}/verl and reinstall verl"
+    for command in ("apply", "unapply"):
+        assert f"half-patched: verl 0.9.1 with stack {stack}, but {without}" in refused(
+            tiny, command, patched, unchanged=patched
+        )
+    for path in (STAMP, MODULE, PART, OVERLAY):  # as by git clean
+        (patched / path).unlink()
+    line = refused(tiny, "apply", patched, unchanged=patched)
+    assert f"dirty: verl 0.9.1 except {ENGINE}; save your edits, then reinstall verl 0.9.1" in line
+    edit(patched / ENGINE, "# mine\n", "")
+    assert f"dirty: verl 0.9.1 except {ENGINE}" in refused(tiny, "unapply", patched, unchanged=patched)
 
 
 @pytest.mark.parametrize("state", ["unpatched", "patched"])
@@ -258,7 +243,7 @@ def test_leftovers_of_pip_uninstall_are_cleared(tiny: Path, pristine: Path, patc
 
 
 def test_edited_file_of_a_checkout_is_an_edit(tmp_path: Path):
-    """Of a commit that other files tell from the release; and with Windows' line endings."""
+    """Of a commit that other files tell from the release."""
     root = unpacked_wheel("0.9.0", tmp_path / "checkout")
     (root / "verl/version/version").write_text("0.10.0.dev0\n")
     (path, *_) = load_stack(find_release("0.9.0")).before
@@ -266,11 +251,6 @@ def test_edited_file_of_a_checkout_is_an_edit(tmp_path: Path):
     (root / path).write_text(f"{content}# mine\n")
     (root / UNTOUCHED).write_text("mine = True\n")
     assert str(status(root)).startswith(f"dirty: verl 0.9.0 except {path}; save your edits, then reinstall")
-    (root / path).write_text(content)
-    for file in (path for path in root.rglob("*") if path.suffix in (".py", ".yaml")):
-        file.write_bytes(file.read_bytes().replace(b"\n", b"\r\n"))
-    found = str(status(root))
-    assert found.startswith("dirty: verl 0.9.0, but these files have CRLF") and "core.autocrlf false" in found
 
 
 def test_forced_unapply_keeps_edits(tiny: Path, pristine: Path, patched: Path):

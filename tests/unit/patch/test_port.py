@@ -130,8 +130,6 @@ def test_resolved_conflict_lets_the_rest_be_carried(small: Path, newer: Path, tm
     # From now on the newer release has the closer stack.
     edit(newer / ENGINE, "\n", "\n# of a fork\n")
     assert drift(newer, project)[0] == "closest to verl 0.9.1: 1 of the 2 files that its patches change differ"
-    closer = "closer to verl 0.9.1: 0 of 4 hunks do not fit, against 1 of 5 here"
-    assert closer in run_command(project, "port", OLD, newer, tmp_path / "again").stdout
 
 
 def test_renamed_file_is_followed_and_missing_file_conflicts(smooth: Path, newer: Path, tmp_path: Path):
@@ -161,7 +159,7 @@ def test_survey_names_what_no_merge_shows(smooth: Path, newer: Path, tmp_path: P
     write(newer / "verl/workers/engine/other.py", b"loss.backward()\noptimizer.step()\n")
     write(newer / "verl/utils/plain.py", b"def f(): pass\ndef g(): pass\n")
     shown = run_command(smooth, "port", OLD, newer, tmp_path / "tree").stdout
-    assert "which no patch changes: 1\n    verl/workers/engine/other.py\n" in shown and "closer to" not in shown
+    assert "which no patch changes: 1\n    verl/workers/engine/other.py\n" in shown
 
 
 @pytest.mark.parametrize(
@@ -250,7 +248,7 @@ def test_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
         git("checkout", answer, "--", *conflicts, cwd=tree)
         run_git("-c", "core.editor=true", "cherry-pick", "--continue", cwd=tree)
     assert decided == DECIDED and not whole
-    assert read_commits(tree).patches == load_stack(find_release(NEW)).patches
+    assert read_commits(tree)[2] == load_stack(find_release(NEW)).patches
     # The report names these files by patch, and the resulting conflicts.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}

@@ -130,11 +130,10 @@ def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[
 def test_six_branches_are_green(made):
     done, repo = made
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert "conflict" not in done.stdout and re.search(r"verl 0\.9\.1 -> main \w+: .* same, \d+ merged\n", done.stdout)
     heads = git("for-each-ref", "--format=%(refname:short)", "refs/heads", cwd=repo).split()
     assert sorted(heads) == sorted(["main", *NAMES])
     assert git("status", "--porcelain", cwd=repo) == "" and git("branch", "--show-current", cwd=repo).strip() == "main"
-    reports = [block.splitlines() for block in done.stdout.split("\n\n")[1:-1]]
+    reports = [block.splitlines() for block in done.stdout.lstrip().split("\n\n")[:-1]]
     assert [lines[0].partition(":")[0] for lines in reports] == NAMES
     for lines in reports:
         assert [line.split()[0] for line in lines[2:]] == ["title", "pre-commit", "tests"]
@@ -176,10 +175,8 @@ def test_conflict_names_its_hook_and_is_resolved_by_hand(verl: Path, tmp_path: P
     work = tmp_path / "work"
     done = make_branches(verl, work)
     assert (done.returncode, done.stderr) == (1, "")
-    lines = done.stdout.splitlines()
-    at = lines.index("conflict scaler: fsdp-configure-the-loss-scaler.patch: 3 same, 4 merged, 1 conflict")
-    assert re.fullmatch(rf"    conflict {ENGINE}: line \d+ in def _build_fsdp_module.*", lines[at + 2]), lines
-    assert lines[-2:] == [
+    assert done.stdout.splitlines() == [
+        f"scaler: fsdp-configure-the-loss-scaler.patch conflicts with main in {ENGINE}",
         f"{work}: the tree to finish in: git status; edit; git add; git cherry-pick --continue",
         f"  then continue: make pr-branch VERL={verl} DIR={work}",
     ]
@@ -234,7 +231,7 @@ def test_every_hunk_is_picked_once_or_its_patch_stays():
 def test_the_last_branch_has_the_stacks_own_code(tmp_path: Path):
     """It is compared with the stack without the patches that stay, except files of those that later ones build on."""
     plan = upstream.load_plan()
-    tree, _ = upstream.pick_line(plan, tmp_path)
+    tree = upstream.pick_line(plan, tmp_path)
     git("checkout", "--quiet", "stack", cwd=tree)
     commits = git("log", "--reverse", "--format=%H", f"{BASE}{RELEASE}..", cwd=tree).split()
     compared = set(plan.stack.after)
@@ -301,7 +298,7 @@ def test_a_failed_check_fails_the_command(small: Path, tmp_path: Path, monkeypat
     plan = replace(upstream.load_plan(), branches=(branch,))
     monkeypatch.setattr(upstream, "load_plan", lambda: plan)
     monkeypatch.setattr(upstream, "check_clone", lambda *_: None)
-    monkeypatch.setattr(upstream, "start", lambda verl, folder, _: (shutil.copytree(verl, folder) and [], True))
+    monkeypatch.setattr(upstream, "start", lambda verl, folder, _: shutil.copytree(verl, folder) and [])
     monkeypatch.setattr(upstream, "commit_branches", lambda *_: [branch])
     monkeypatch.setattr(upstream, "deliver", lambda *_: None)
     for passed, code in ((True, 0), (False, 1)):

@@ -11,9 +11,10 @@ from support.small_projects import CONFIG, ENGINE, MODULE, OAT_RELEASE, PROTOCOL
 from support.trees import contents, edit, git
 
 from verl_precision.errors import Refused
+from verl_precision.files import write
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.git_objects import package_blobs
-from verl_precision.patch.releases import OAT, VERL, find_release
+from verl_precision.patch.releases import OAT, find_release
 from verl_precision.patch.stack import load_stacks, verbatim_files
 from verl_precision.patch.status import drift, status
 from verl_precision.patch.wheels import unpack
@@ -29,9 +30,8 @@ def two(project: Path, tmp_path: Path) -> Path:
     assert run_command(project, "checkout", RELEASE, tree).returncode == 0
     edit(tree / ENGINE, "# twice\n", "# twice\n# fixed\n")
     edit(tree / UNTOUCHED, "import", "# fixed\nimport")
-    (tree / FIX).write_text("FIXED = True\n")
-    git("add", "--all", cwd=tree)
-    git("commit", "-m", message(SUBJECT, Series="fixes"), cwd=tree)
+    write(project / "patches/verl/fixes" / FIX, b"FIXED = True\n")
+    git("commit", "-am", message(SUBJECT, Series="fixes"), cwd=tree)
     done = run_command(project, "export", tree)
     assert (done.returncode, done.stderr) == (0, ""), done.stderr
     return project
@@ -85,20 +85,6 @@ def drifted(project: Path, target: Path) -> str:
     return "\n".join(drift(target, project))
 
 
-@pytest.mark.parametrize("fixes", [False, True])
-def test_tree_without_its_record_is_told_apart(two: Path, pristine: Path, target: Path, fixes: bool):
-    apply(target, two, fixes=fixes)
-    series = status(target, two).series
-    shutil.rmtree(target / VERL.bookkeeping)
-    (target / VERL.stamp).unlink()
-    found = status(target, two)
-    assert (found.state, found.series, found.exact) == ("interrupted", series, True)
-    apply(target, two, fixes=not fixes)
-    assert status(target, two).state == "patched" and status(target, two).series != series
-    unapply(target, two)
-    assert contents(target) == contents(pristine)
-
-
 @pytest.mark.parametrize("file", [FIX, UNTOUCHED])
 @pytest.mark.parametrize("patched", [False, True])
 def test_fixes_refuse_a_file_that_the_user_wrote_or_edited(two: Path, target: Path, file: str, patched: bool):
@@ -114,20 +100,17 @@ def test_fixes_refuse_a_file_that_the_user_wrote_or_edited(two: Path, target: Pa
 
 
 def test_files_of_fixes_stay_apart_and_precision_comes_first(two: Path, tmp_path: Path):
-    assert (two / "patches/verl/fixes" / FIX).read_text() == "FIXED = True\n"
     assert FIX not in verbatim_files(two, fixes=False)
     release = find_release(RELEASE, two)
     assert release.tree_after_fixes and release.tree_after_fixes != release.tree_after
     tree = tmp_path / "tree"
     run_command(two, "checkout", RELEASE, tree)
-    edit(tree / FIX, "True", "1")
     edit(tree / CONFIG, "# A key.", "# The key.")
     git("commit", "-am", message("[cfg] fix: word it"), cwd=tree)
     line = refused(two, "export", tree, unchanged=two)
     assert "cfg-word-it.patch follows ckpt-keep-the-checkpoint.patch of the series fixes" in line
     git("commit", "--amend", "-m", message("[cfg] fix: word it", Series="fixes"), cwd=tree)
     assert run_command(two, "export", tree).returncode == 0
-    assert (two / "patches/verl/fixes" / FIX).read_text() == "FIXED = 1\n"
     assert checked(two) == "4 patches, 4 files patched, 4 added: ok\n"
     git("reset", "--hard", "HEAD~2", cwd=tree)
     assert run_command(two, "export", "--remove", tree).returncode == 0
@@ -169,16 +152,6 @@ def test_files_of_fixes_without_a_patch_are_refused(project: Path):
     (project / "patches/verl/fixes/fix.py").touch()
     done = run_command(project, "check", "--release", RELEASE)
     assert done.returncode == 1 and f"has files, and no patch of verl {RELEASE} is of the series fixes" in done.stderr
-
-
-@pytest.mark.parametrize("fixes", [False, True])
-def test_edit_of_a_tree_without_its_record_is_named_in_either_series(two: Path, target: Path, fixes: bool):
-    apply(target, two, fixes=fixes)
-    edit(target / PROTOCOL, "Hooked.", "Edited.")
-    shutil.rmtree(target / VERL.bookkeeping)
-    assert f"save your edits ({PROTOCOL}), delete" in status(target, two).detail
-    (target / VERL.stamp).unlink()
-    assert f"{PROTOCOL}; save your edits" in status(target, two).detail or "as commits" in status(target, two).detail
 
 
 def test_fixes_are_known_after_another_installation(two: Path, pristine: Path, target: Path):

@@ -12,8 +12,7 @@ from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.carry import carry_patch
 from verl_precision.patch.check import check_all
-from verl_precision.patch.checkout import checkout
-from verl_precision.patch.export import export
+from verl_precision.patch.commits import checkout, export
 from verl_precision.patch.port import port
 from verl_precision.patch.releases import FRAMEWORKS, find_release, load_releases
 from verl_precision.patch.stack import load_stacks

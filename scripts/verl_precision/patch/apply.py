@@ -19,10 +19,18 @@ from pathlib import Path
 from verl_precision.errors import Refused, adding
 from verl_precision.files import write
 from verl_precision.format import first_three
-from verl_precision.patch.bookkeeping import clear, clear_leftovers, commit_staged, stage
 from verl_precision.patch.git import git
 from verl_precision.patch.git_objects import blob_id
-from verl_precision.patch.record import Record, likely, make_record, read_record
+from verl_precision.patch.record import (
+    Record,
+    clear,
+    clear_leftovers,
+    commit_staged,
+    likely,
+    make_record,
+    read_record,
+    stage,
+)
 from verl_precision.patch.releases import VERL, Framework
 from verl_precision.patch.stack import Stack, load_stacks
 from verl_precision.patch.status import examine

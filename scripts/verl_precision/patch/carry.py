@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_precision.errors import Refused
-from verl_precision.patch.checkout import commit, commit_stack, scratch_beside
-from verl_precision.patch.export import prepare_export, write_exports
+from verl_precision.patch.commits import commit, commit_stack, prepare_export, scratch_beside, write_exports
 from verl_precision.patch.git import git, run_git, unmerged
 from verl_precision.patch.releases import VERL, Framework, Release, find_release, load_releases
 from verl_precision.patch.stack import Patch, Stack, load_stack, make_stack

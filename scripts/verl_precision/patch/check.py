@@ -8,7 +8,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
-from verl_precision.patch.export import check_re_export, package_trees
+from verl_precision.patch.commits import check_re_export, package_trees
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.releases import VERL, Framework, Release, find_release
 from verl_precision.patch.stack import release_stacks

@@ -13,22 +13,8 @@ def blob_id(content: bytes) -> str:
     return object_id("blob", content)
 
 
-def file_blob_id(file: Path) -> str:
-    """Return the id that git gives the content of ``file``, which may be larger than the memory."""
-    with file.open("rb") as opened:
-        digest = hashlib.sha1(header("blob", os.fstat(opened.fileno()).st_size), usedforsecurity=False)
-        while block := opened.read(2**20):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def object_id(kind: str, content: bytes) -> str:
-    return hashlib.sha1(header(kind, len(content)) + content, usedforsecurity=False).hexdigest()
-
-
-def header(kind: str, size: int) -> bytes:
-    """Return what git hashes before the content of an object."""
-    return b"%s %d\0" % (kind.encode(), size)
+    return hashlib.sha1(b"%s %d\0" % (kind.encode(), len(content)) + content, usedforsecurity=False).hexdigest()
 
 
 def tree_id(blobs: Mapping[str, str]) -> str:
@@ -79,4 +65,4 @@ def package_files(root: Path, framework: Framework = VERL) -> Iterator[str]:
 
 def package_blobs(root: Path, framework: Framework = VERL) -> dict[str, str]:
     """Return the blob id of each file of the package below ``root``, by path."""
-    return {path: file_blob_id(root / path) for path in package_files(root, framework)}
+    return {path: blob_id((root / path).read_bytes()) for path in package_files(root, framework)}

@@ -14,8 +14,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.files import sha256
-from verl_precision.patch.checkout import BASE, commit_base, commit_copied, commit_stack, scratch_beside
-from verl_precision.patch.export import blobs_of
+from verl_precision.patch.commits import BASE, blobs_of, commit_base, commit_copied, commit_stack, scratch_beside
 from verl_precision.patch.git import DATE, cherry_pick, git, run_git
 from verl_precision.patch.git_objects import package_blobs, package_files, package_tree_id
 from verl_precision.patch.hunks import merge_hunks, renames, report

@@ -6,14 +6,12 @@ builds on ``precision``: a tree has ``precision``, or both.
 
 import hashlib
 import re
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from verl_precision.errors import Refused
-from verl_precision.patch.git import git
 from verl_precision.patch.git_objects import blob_id, package_tree_id
 from verl_precision.patch.releases import VERL, Framework, Release, load_releases
 from verl_precision.paths import REPO
@@ -42,7 +40,11 @@ class Patch:
 
     @property
     def fixes(self) -> bool:
-        return FIXES in self.message.rstrip().rpartition("\n\n")[2].splitlines()
+        return FIXES in self.trailer_lines
+
+    @property
+    def trailer_lines(self) -> list[str]:
+        return self.message.rstrip().rpartition("\n\n")[2].splitlines()
 
     @cached_property
     def blobs(self) -> list[tuple[str, str, str]]:
@@ -54,10 +56,8 @@ class Patch:
 
 
 def trailers(patch: Patch) -> dict[str, str]:
-    """Return the patch's trailers as ``git interpret-trailers`` reads them; refuse bad or missing ones."""
-    with tempfile.TemporaryDirectory() as scratch:
-        lines = git("interpret-trailers", "--parse", cwd=Path(scratch), stdin=patch.text).splitlines()
-    values = {key: value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    """Return the patch's trailers; refuse bad or missing ones."""
+    values = {key: value.strip() for key, _, value in (line.partition(":") for line in patch.trailer_lines)}
     if lacking := [key for key in TRAILERS if not values.get(key)]:
         raise Refused(f"{patch.name} lacks the trailer {' and '.join(lacking)}")
     if values["Reason"] not in REASONS:

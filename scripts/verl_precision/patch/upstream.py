@@ -18,7 +18,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.files import write
-from verl_precision.patch.checkout import BASE, commit, commit_stack, scratch_beside
+from verl_precision.patch.commits import BASE, commit, commit_stack, scratch_beside
 from verl_precision.patch.git import cherry_pick, git, run_git, unfinished, unmerged
 from verl_precision.patch.git_objects import blob_id
 from verl_precision.patch.hunks import hunks

@@ -14,7 +14,7 @@ from support.trees import contents, edit, git, write_files
 
 from verl_precision.errors import Refused
 from verl_precision.files import replace_files
-from verl_precision.patch.export import export
+from verl_precision.patch.commits import export
 from verl_precision.patch.git_objects import blob_id, package_blobs, package_tree_id
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.status import status
@@ -153,7 +153,7 @@ def test_export_killed_at_any_change_is_completed_by_the_same_call(
     """One patch becomes another, one is new and one is deleted."""
     archive = wheel_of(project, RELEASE)
     monkeypatch.setattr(
-        "verl_precision.patch.export.unpacked_wheel", lambda release, into, framework: unpack(archive, into)
+        "verl_precision.patch.commits.unpacked_wheel", lambda release, into, framework: unpack(archive, into)
     )
     git("reset", "--soft", "--quiet", "base/0.9.1", cwd=tree)
     git("commit", "-m", message("[cfg] fix: add a user's key (twice!)"), cwd=tree)

@@ -11,7 +11,7 @@ from support.trees import contents, write_files
 
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
-from verl_precision.patch.bookkeeping import commit_staged
+from verl_precision.patch.record import commit_staged
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.status import status
 

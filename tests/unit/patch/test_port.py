@@ -11,8 +11,7 @@ from support.trees import contents, edit, git
 
 from verl_precision.files import write
 from verl_precision.patch.apply import apply
-from verl_precision.patch.checkout import checkout
-from verl_precision.patch.export import read_commits
+from verl_precision.patch.commits import checkout, read_commits
 from verl_precision.patch.git import run_git
 from verl_precision.patch.hunks import MergedHunk, reason, report
 from verl_precision.patch.port import port

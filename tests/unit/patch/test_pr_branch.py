@@ -17,7 +17,7 @@ from verl_precision.commands import pr_branch
 from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.patch import upstream
-from verl_precision.patch.checkout import BASE
+from verl_precision.patch.commits import BASE
 from verl_precision.patch.git import run_git
 from verl_precision.patch.hunks import hunks
 from verl_precision.patch.precision_module import PACKAGE, load_precision

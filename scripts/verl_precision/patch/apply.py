@@ -21,16 +21,7 @@ from verl_precision.files import write
 from verl_precision.format import first_three
 from verl_precision.patch.git import git
 from verl_precision.patch.git_objects import blob_id
-from verl_precision.patch.record import (
-    Record,
-    clear,
-    clear_leftovers,
-    commit_staged,
-    likely,
-    make_record,
-    read_record,
-    stage,
-)
+from verl_precision.patch.record import Record, clear, clear_leftovers, commit_staged, make_record, read_record, stage
 from verl_precision.patch.releases import VERL, Framework
 from verl_precision.patch.stack import Stack, load_stacks
 from verl_precision.patch.status import examine
@@ -84,7 +75,7 @@ def apply(path: Path, project: Path = REPO, framework: Framework = VERL, fixes: 
         if record:
             left = "removed first" if kept else "left files, which were deleted"
             done = [f"{framework.name} {record.release}: stack {record.stack} {left}"]
-            if likely(record, own).fixes and not stack.fixes:
+            if status.series.endswith("fixes") and not stack.fixes:
                 done += ['the series "fixes" was removed; FIXES=yes puts it back']
         if status.state == "outdated":
             done += ["CHANGELOG.md lists the changes"]

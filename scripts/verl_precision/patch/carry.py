@@ -33,10 +33,8 @@ def carry_patch(
 ) -> tuple[list[str], bool]:
     """Carry the patch ``name`` of the release ``source`` and export the releases into which it merges.
 
-    For each other release, ``folder`` contains a git tree to finish in. Whatever is refused, nothing was written.
-
-    Returns:
-        a report, a line each, and whether nothing is left to resolve.
+    For each other release, ``folder`` contains a git tree to finish in. Return a report, a line each, and whether
+    nothing is left to resolve.
     """
     name = f"{name.removesuffix('.patch')}.patch"
     release = find_release(source, project, framework)

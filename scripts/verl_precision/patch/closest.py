@@ -11,13 +11,9 @@ from verl_precision.patch.stack import Stack
 
 
 def closest(blobs: Mapping[str, str], read: Callable[[str], bytes], stacks: list[Stack]) -> Stack:
-    """Return the stack with the smallest share of hunks that do not fit a tree.
+    """Return the stack with the smallest share of hunks that do not fit a tree of these blobs, by path.
 
     A tie is decided by the largest share of hooked files, patched or not, in the tree, then by the newest release.
-
-    Args:
-        blobs: the blob ids of the tree's files, by path.
-        read: returns the content of a file of the tree.
     """
 
     def distance(stack: Stack) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from verl_precision.format import first_three, slug
 from verl_precision.patch.git import DATE, git, unfinished
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
 from verl_precision.patch.releases import FRAMEWORKS, VERL, Framework, Release, find_release, with_trees_after
-from verl_precision.patch.stack import Patch, Stack, load_stack, make_stack, precision_patches, trailers
+from verl_precision.patch.stack import Patch, Stack, check_trailers, load_stack, make_stack, precision_patches
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import REPO
@@ -63,9 +63,6 @@ def commit_stack(stack: Stack, scratch: Path) -> Path:
     """Make the git tree of a stack inside ``scratch`` and return its folder."""
     name, framework = stack.release.name, stack.release.framework
     root = unpacked_wheel(name, scratch / "wheel", framework)
-    if (actual := package_tree_id(package_blobs(root, framework))) != stack.release.tree_before:
-        expected = stack.release.tree_before
-        raise Refused(f"{framework.name}/ in the wheel of {name} is tree {actual}; versions.toml records {expected}")
     return commit_patches(stack, commit_base(name, root, stack, scratch))
 
 
@@ -109,11 +106,7 @@ def commit(tree: Path, message: str, date: str = DATE) -> None:
 
 
 def read_commits(tree: Path) -> tuple[Framework, str, tuple[Patch, ...]]:
-    """Return the framework, the release and the commits, as patches, of a git tree made by checkout.
-
-    Raises:
-        Refused: the tree is not clean and linear, or a commit cannot be a patch.
-    """
+    """Return the framework, the release and the commits, as patches, of a git tree made by checkout."""
     release = base_of(tree)
     base = BASE + release
     framework = find_target(tree, *FRAMEWORKS.values()).framework
@@ -133,7 +126,7 @@ def read_commits(tree: Path) -> tuple[Framework, str, tuple[Patch, ...]]:
         if marker := re.search(r"^\+(?:<{7}|>{7}) ", diff, re.M):
             raise Refused(f"commit {subject!r} has a conflict marker, {marker[0][1:].strip()}; resolve the conflict")
         patch = Patch(file_name(subject), f"Subject: {message}\n---\n{diff}")
-        trailers(patch)
+        check_trailers(patch)
         if patch.name in patches:
             raise Refused(f"two commits would both become {patch.name}")
         patches[patch.name] = patch

@@ -15,13 +15,9 @@ UNFINISHED = {"cherry-pick": "sequencer", "rebase": "rebase-merge"}
 
 
 def git(*args: str, cwd: Path, stdin: str = "", date: str = DATE) -> str:
-    """Run git in ``cwd`` and return its output.
+    """Run git in ``cwd`` and return its output; if it fails, raise Refused with the first line of its complaint.
 
-    Args:
-        date: of the commits that it makes.
-
-    Raises:
-        Refused: git is not installed, or fails; with the first line of its complaint.
+    ``date`` is that of the commits that it makes.
     """
     done = run_git(*args, cwd=cwd, stdin=stdin, date=date)
     if done.returncode:

@@ -38,10 +38,7 @@ def renames(tree: Path, old: str, new: str, folder: str = ".") -> dict[str, str]
 def merge_hunks(stack: Stack, tree: Path, moved: Mapping[str, str]) -> Iterator[tuple[Patch, list[MergedHunk]]]:
     """Merge the hunks one by one into the files of the commit of ``tree``; yield each patch with their outcomes.
 
-    A hunk that conflicts is left out, so that hunks that depend on it conflict too.
-
-    Args:
-        moved: new paths by old ones.
+    A hunk that conflicts is left out, so that hunks that depend on it conflict too. ``moved``: new paths by old ones.
     """
     now = {path: moved.get(path, path) for path in stack.before}
     known = set(git("ls-tree", "-r", "--name-only", "HEAD", cwd=tree).splitlines())

@@ -20,21 +20,15 @@ NO_FLUSH = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # raised by network f
 
 @dataclass(frozen=True)
 class OpenTree:
-    """The folder ``root`` that contains a package.
-
-    Args:
-        above: ``root``, open.
-        package: the package's folder, open.
-
-    Each method takes absolute paths below ``root``.
+    """The folder ``root`` that contains a package; each method takes absolute paths below it.
 
     Raises:
         OSError: the change fails, or a folder on the way is a link or a file; it names the path.
     """
 
     root: Path
-    above: int
-    package: int
+    above: int  # ``root``, open
+    package: int  # the package's folder, open
 
     def write(self, path: Path, content: bytes, model: Path) -> None:
         """Create a file with the mode of ``model`` and, as root, its owner, and flush it to the disk."""
@@ -70,7 +64,6 @@ class OpenTree:
                     os.close(made)
 
     def replace(self, path: Path, by: Path) -> None:
-        """Rename ``by`` to ``path``."""
         try:
             with self._folder_of(by) as source, self._folder_of(path) as folder:
                 os.replace(by.name, path.name, src_dir_fd=source, dst_dir_fd=folder)
@@ -79,12 +72,10 @@ class OpenTree:
             raise
 
     def remove(self, path: Path) -> None:
-        """Remove a file or a link."""
         with self._folder_of(path) as folder:
             os.unlink(path.name, dir_fd=folder)
 
     def remove_folder(self, path: Path) -> None:
-        """Remove an empty folder."""
         with self._folder_of(path) as folder:
             os.rmdir(path.name, dir_fd=folder)
 

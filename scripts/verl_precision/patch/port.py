@@ -33,15 +33,11 @@ SIMILAR = (
 
 @dataclass(frozen=True)
 class Fork:
-    """The commit that is checked out at ``root``, the top of a git checkout, and the blob ids of the package in it.
-
-    Args:
-        date: the commit's, which later commits take, too: ``git log --since`` would end at older ones.
-    """
+    """The commit that is checked out at ``root``, the top of a git checkout, and the blob ids of the package in it."""
 
     root: Path
     commit_id: str
-    date: str
+    date: str  # the commit's, which later commits take, too: ``git log --since`` would end at older ones
     blobs: dict[str, str]
 
 
@@ -50,12 +46,7 @@ def port(name: str, to: str, folder: Path, project: Path = REPO, framework: Fram
 
     git's cherry-pick carries the commits and stops at the first conflict, from which it can be continued. The original
     stack is the branch ``from/<name>``. A release that is not in versions.toml is added to it.
-
-    Returns:
-        the lines of a report, and whether no conflict is left to resolve.
-
-    Raises:
-        Refused: the release has no stack, the target is not pristine or the same release, or the folder is in use.
+    Return the lines of a report, and whether no conflict is left to resolve.
     """
     stack = load_stack(find_release(name, project, framework), project)
     if not stack.patches:
@@ -127,10 +118,6 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
 
     A folder that is not a release is named by its version and content, in PEP 440's form: 0.10.0.dev+1a2b3c4d. If it
     is a git checkout, its fork is returned instead of a copy.
-
-    Raises:
-        Refused: ``to`` is neither a release nor a folder with the framework, is patched, has no version, or is the
-            stack's own release.
     """
     framework = stack.release.framework
     releases, entry = load_releases(project, framework), None
@@ -167,11 +154,7 @@ def destination(to: str, stack: Stack, project: Path, scratch: Path) -> tuple[st
 
 
 def find_fork(source: Target) -> Fork | None:
-    """Return the fork that ``source`` is a checkout of; None where it is not the top of one.
-
-    Raises:
-        Refused: the checkout has no commit, changes of the package that are not committed, or another owner.
-    """
+    """Return the fork that ``source`` is a checkout of; None if it is not the top of one."""
     root = source.root
     if not (root / ".git").exists():
         return None

@@ -52,7 +52,6 @@ class Record:
         return [path for path, ids in known.items() if path in blobs and blobs[path] not in ids]
 
     def removed(self, blobs: Mapping[str, str]) -> list[str]:
-        """Return the replaced files that are missing."""
         return [path for path in self.replaced if path not in blobs]
 
     def undone(self, blobs: Mapping[str, str]) -> dict[str, str]:
@@ -62,7 +61,7 @@ class Record:
 
 
 def make_record(stack: Stack, blobs: Mapping[str, str]) -> Record:
-    """Return the record of applying ``stack`` to a tree of these blobs, or of having applied it to them."""
+    """Return the record of applying ``stack`` to a tree of these blobs."""
     folders = {folder.as_posix() for path in stack.added for folder in Path(path).parents}
     folders -= {folder.as_posix() for path in blobs if path not in stack.added for folder in Path(path).parents}
     replaced = {path: (before, stack.after[path]) for path, before in stack.before.items()}
@@ -139,10 +138,6 @@ def stage(
     Args:
         contents: the new files by path.
         kept: files whose originals the target keeps already; the others have theirs in place.
-
-    Raises:
-        Refused: something that apply did not write is where it keeps its folders.
-        OSError: it cannot be written.
     """
     for folder in (target.bookkeeping, target.staging):
         if foreign := foreign_files(folder):

@@ -55,8 +55,8 @@ class Patch:
         return blobs
 
 
-def trailers(patch: Patch) -> dict[str, str]:
-    """Return the patch's trailers; refuse bad or missing ones."""
+def check_trailers(patch: Patch) -> None:
+    """Refuse a patch with bad or missing trailers."""
     values = {key: value.strip() for key, _, value in (line.partition(":") for line in patch.trailer_lines)}
     if lacking := [key for key in TRAILERS if not values.get(key)]:
         raise Refused(f"{patch.name} lacks the trailer {' and '.join(lacking)}")
@@ -65,7 +65,6 @@ def trailers(patch: Patch) -> dict[str, str]:
     series = [f"{key}: {value}" for key, value in values.items() if key.lower() == "series"]
     if series != [FIXES] * patch.fixes:
         raise Refused(f"{patch.name} has {series[0]}; allowed: {FIXES}, or no such trailer")
-    return values
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,7 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 
 def verbatim_files(project: Path = REPO, framework: Framework = VERL, fixes: bool = True) -> dict[str, Path]:
-    """Return the project's files that are copied into every release, by their path in the target.
-
-    Args:
-        fixes: include those that only the series ``fixes`` needs.
-    """
+    """Return the files copied into every release, with those of ``fixes`` or without, by their path in the target."""
     home = framework.home(project)
     files = files_below(home / "files") | (files_below(home / "fixes") if fixes else {})
     if framework.overlays:
@@ -139,15 +134,7 @@ def load_stack(release: Release, project: Path = REPO) -> Stack:
 
 
 def release_stacks(release: Release, project: Path = REPO) -> list[Stack]:
-    """Read a release's patches and verbatim files.
-
-    Returns:
-        the stack of ``precision``, and that of both series; one stack where nothing belongs to ``fixes``.
-
-    Raises:
-        Refused: the file ``series`` does not list the patch files, a patch does not continue the one before, or one of
-            ``precision`` follows one of ``fixes``.
-    """
+    """Return a release's stack of ``precision`` and that of both series; one stack where nothing is of ``fixes``."""
     folder = release.framework.home(project) / f"v{release.name}"
     series = folder / "series"
     names = series.read_text().split() if series.exists() else []

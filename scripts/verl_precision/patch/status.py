@@ -19,24 +19,17 @@ from verl_precision.paths import REPO
 class Status:
     """The state of a target.
 
-    Args:
-        state: unpatched, patched, outdated (patched by another version of the stack), interrupted (the next apply or
-            unapply repairs it), half-patched, dirty, foreign, or ported (created by make port).
-        detail: one line on what the state means here and what to do.
-        release: of the tree, also where it was edited; None if it matches none.
-        exact: whether the files that the stack does not touch are the wheel's.
-        stack: id of the release's stack in this project.
-        stamp: content of the target's stamp.
-        series: of ``stack``; empty where the release has only one stack.
+    ``state`` is unpatched, patched, outdated (patched by another version of the stack), interrupted (the next apply or
+    unapply repairs it), half-patched, dirty, foreign, or ported (created by make port).
     """
 
     state: str
-    detail: str
-    release: str | None = None
-    exact: bool = False
-    stack: str | None = None
-    stamp: dict[str, str] | None = None
-    series: str = ""
+    detail: str  # one line on what the state means here and what to do
+    release: str | None = None  # of the tree; None if it matches none
+    exact: bool = False  # whether the files that the stack does not touch are the wheel's
+    stack: str | None = None  # id of the release's stack in this project
+    stamp: dict[str, str] | None = None  # content of the target's stamp
+    series: str = ""  # of ``stack``; empty where the release has only one
 
     def __str__(self) -> str:
         others = "; other files than these are not those of the wheel"

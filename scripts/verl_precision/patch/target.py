@@ -26,14 +26,11 @@ NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)  # raised by Lustre mo
 
 @dataclass(frozen=True)
 class Target:
-    """A tree to patch: ``root`` is the folder that contains the framework's package.
+    """A tree to patch."""
 
-    ``tree`` changes it; None unless this process has locked it.
-    """
-
-    root: Path
+    root: Path  # contains the framework's package
     framework: Framework
-    tree: OpenTree | None = None
+    tree: OpenTree | None = None  # changes it; None unless this process has locked it
 
     @property
     def stamp(self) -> Path:
@@ -63,21 +60,17 @@ class Target:
 
     @property
     def version(self) -> str | None:
-        """The version in the package's version file; None without one."""
         file = self.root / self.framework.version_file
         version = VERSION.search(file.read_text()) if file.exists() else None
         return version[2] if version else None
 
     def read(self, path: str) -> bytes:
-        """Return the content of a file of the tree."""
         return (self.root / path).read_bytes()
 
     def staged(self, path: str) -> Path:
-        """Return where the new content of ``path`` is staged."""
         return self.bookkeeping / f"new+{path.replace('/', '+')}.kept"
 
     def original(self, path: str) -> Path:
-        """Return where the original of ``path`` is kept."""
         return self.bookkeeping / kept_name(path)
 
     def original_file(self, path: str) -> Path:
@@ -86,11 +79,7 @@ class Target:
         return ((self.root / path).parent / os.readlink(kept)).resolve() if kept.is_symlink() else kept
 
     def read_stamp(self) -> dict[str, str] | None:
-        """Return the content of the stamp; None if there is none.
-
-        Raises:
-            Refused: apply did not write the file.
-        """
+        """Return the content of the stamp, which apply must have written; None if there is none."""
         if not self.stamp.is_file():
             return None
         try:
@@ -100,7 +89,6 @@ class Target:
             raise Refused(f"{self.stamp} is in the way: apply did not write it; move it away") from error
 
     def blobs(self) -> dict[str, str]:
-        """Return the blob id of each file of the package, by path."""
         return package_blobs(self.root, self.framework)
 
 
@@ -113,9 +101,6 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     """Return the target at ``path``, which contains, or is, the package of exactly one of ``frameworks``.
 
     The files that apply added to a package that was uninstalled since count as the package.
-
-    Raises:
-        Refused: it contains none of them, or several; or apply did not write the file that has the stamp's name.
     """
     places = [Target(path, each) for each in frameworks]
     places += [Target(path.parent, each) for each in frameworks if path.name == each.name]

@@ -74,18 +74,13 @@ class Branch:
 
 @dataclass(frozen=True)
 class BranchPlan:
-    """branches.toml: the stack that is split, the branches in order, the patches that stay and why.
+    """branches.toml."""
 
-    Args:
-        replace: texts of the files copied in, and their replacements upstream.
-        id: of the patches; a conflict that was resolved under another id was in other patches.
-    """
-
-    stack: Stack
-    branches: tuple[Branch, ...]
-    stay: Mapping[str, str]
-    replace: list[list[str]]
-    id: str
+    stack: Stack  # is split
+    branches: tuple[Branch, ...]  # in order
+    stay: Mapping[str, str]  # patches in no branch, and why
+    replace: list[list[str]]  # texts of the files copied in, and their replacements upstream
+    id: str  # of the patches; a conflict that was resolved under another id was in other patches
 
 
 def load_plan() -> BranchPlan:
@@ -182,11 +177,7 @@ def author(verl: Path) -> tuple[str, str]:
 
 
 def start(verl: Path, folder: Path, plan: BranchPlan) -> list[str]:
-    """Make ``folder`` a clone with the first line of commits on top of main.
-
-    Returns:
-        what to do, a line each, about the patch that has conflicts; nothing without one.
-    """
+    """Make ``folder`` a clone with the first line of commits on top of main; return what to do about conflicts."""
     name, email = author(verl)
     with scratch_beside(folder) as (scratch, folder):
         line = pick_line(plan, scratch)
@@ -271,11 +262,7 @@ def commit_branches(plan: BranchPlan, folder: Path, env: Mapping[str, str]) -> I
 
 
 def stack_files(plan: BranchPlan, branch: Branch) -> dict[str, bytes]:
-    """Return the stack's verbatim files that the branch adds or changes, by path, without the parts that it leaves out.
-
-    Raises:
-        Refused: a leave-out.patch no longer fits the files.
-    """
+    """Return the stack's verbatim files that the branch adds or changes, by path, without what it leaves out."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder).resolve()
         for path, content in plan.stack.added.items():

@@ -58,11 +58,6 @@ def test_git_configuration_of_the_user_is_not_read(tiny: Path, tmp_path: Path):
     assert "not an empty folder" in refused(tiny, "checkout", RELEASE, tmp_path, unchanged=tmp_path)
 
 
-def test_checkout_of_another_tree_than_the_recorded_one_is_refused(project: Path, tmp_path: Path):
-    edit(project / "patches/verl/versions.toml", 'tree_before = "', 'tree_before = "0')
-    assert "; versions.toml records 0" in refused(project, "checkout", RELEASE, tmp_path / "tree", unchanged=tmp_path)
-
-
 def test_export_adds_a_patch_and_can_be_repeated(project: Path, tree: Path):
     edit(tree / UNTOUCHED, "import", "# hook\nimport")
     git("commit", "-am", message("[worker] feat: use another module"), cwd=tree)

@@ -156,7 +156,7 @@ def release_stacks(release: Release, project: Path = REPO) -> list[Stack]:
 
 
 def precision_patches(patches: Sequence[Patch]) -> int:
-    """Return the number of patches of the series ``precision``, none of which may follow one of ``fixes``."""
+    """Return the number of patches of the series ``precision``; refuse one that follows a patch of ``fixes``."""
     count = sum(not patch.fixes for patch in patches)
     if late := [patch.name for patch in patches[count:] if not patch.fixes]:
         (first, *_) = (patch.name for patch in patches if patch.fixes)
@@ -165,7 +165,7 @@ def precision_patches(patches: Sequence[Patch]) -> int:
 
 
 def make_stack(release: Release, patches: tuple[Patch, ...], added: Mapping[str, bytes], series: str = "") -> Stack:
-    """Return the stack of these patches, each of which must start from what the patches before it produce."""
+    """Return the stack of these patches; refuse one that does not start from what the patches before it produce."""
     before: dict[str, str] = {}
     after: dict[str, str] = {}
     for patch in patches:

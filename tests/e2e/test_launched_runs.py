@@ -58,4 +58,4 @@ def test_script_trains_on_one_node(task, tmp_path):
 
 def test_script_trains_as_a_job_on_a_two_node_cluster(task, cluster, tmp_path):
     lines = launch(task, tmp_path / "out", RAY_ADDRESS=cluster.dashboard, NNODES=2, **cluster.token)
-    assert any(f" on {cluster.dashboard}" in line for line in lines)
+    assert any(cluster.dashboard in line for line in lines)

@@ -73,7 +73,7 @@ def finished_run(out: Path, *words: str, steps: int = 3) -> Path:
     record = start_record(job, out, steps)
     file = write_metrics(out / "metrics.jsonl", data)
     write_json(out / "run.json", record)
-    write_json(out / "summary.json", summarize(job, record, read_jsonl(file), [], 16))
+    write_json(out / "summary.json", summarize(job, record, read_jsonl(file), []))
     return out
 
 

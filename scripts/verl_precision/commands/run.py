@@ -12,6 +12,7 @@ With --check, exit code 0: the run could start or resume, or is finished; stdout
 """
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,11 +23,10 @@ from verl_precision.doctor.job_refusal import ask_doctor
 from verl_precision.errors import Refused
 from verl_precision.facts.metrics import merge_metrics
 from verl_precision.files import write_json
-from verl_precision.paths import REPO
+from verl_precision.paths import PROGRAM, REPO
 from verl_precision.process import interrupt_on_signals
 from verl_precision.run import cluster
 from verl_precision.run.checks import check_data, check_start
-from verl_precision.run.curves import plot_curves
 from verl_precision.run.folder import checkpoint_step, choose_folder, finished_as, lock
 from verl_precision.run.job import VARIABLES as VARIABLES  # its options
 from verl_precision.run.job import Job, compose
@@ -34,6 +34,7 @@ from verl_precision.run.job import parse_job as parse
 from verl_precision.run.presets import fit_to_gpus
 from verl_precision.run.summary import summarize, summary_table
 from verl_precision.run.validation import validate
+from verl_precision.spelling import as_options
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -70,16 +71,13 @@ def check_runs(jobs: Sequence[Job]) -> list[dict]:
 def read_requests() -> list[Job]:
     """Return the runs that stdin describes, each by its variables."""
     try:
-        requests = json.load(sys.stdin)
-    except ValueError:
-        requests = None
-    if not isinstance(requests, list) or not all(isinstance(each, dict) for each in requests):
-        raise Refused("--check-each: stdin must be a JSON list of objects, one for each run")
-    return [parse([f"{name}={value}" for name, value in each.items()]) for each in requests]
+        return [[f"{name}={value}" for name, value in each.items()] for each in json.load(sys.stdin)]
+    except (ValueError, TypeError, AttributeError) as error:
+        raise Refused("--check-each: stdin must be a JSON list of objects, one for each run") from error
 
 
-def run(job: Job) -> int:
-    """Train, and write the summary and curves of the finished run. Return the exit code."""
+def run(words: list[str]) -> int:
+    """Train, and write the summary of the finished run. Return the exit code."""
     interrupt_on_signals()
     job, fitted = fit_to_gpus(job)
     if fitted:
@@ -105,12 +103,12 @@ def run(job: Job) -> int:
 
     if code:
         return code
-    summary = summarize(job, record, data, reports, config.data.max_prompt_length)
+    summary = summarize(job, record, data, reports)
     write_json(out / "summary.json", summary)
-    plot_curves(data, f"{job.experiment}, {job.objective}, {summary['precision']}", out / "curves.png")
     print(f"\n{summary_table(summary)}\n")
-    for name in ("curves.png", "summary.json", "metrics.jsonl", "train.log"):
+    for name in ("summary.json", "metrics.jsonl", "train.log"):
         print(f"  {out / name}")
+    print(f"\ncurves:  {shlex.join([*PROGRAM, 'compare', *as_options({'RUNS': f'{job.precision}={out}'})])}")
     return 0
 
 

@@ -16,8 +16,8 @@ import hashlib
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply
@@ -28,8 +28,7 @@ from verl_precision.words import Parser, one_of
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
 
 
-@dataclass(frozen=True)
-class Environment:
+class Environment(NamedTuple):
     """A virtual environment of this checkout."""
 
     folder: str
@@ -45,15 +44,13 @@ class Environment:
     def python(self) -> Path:
         return self.path / "bin/python"
 
-    @property
-    def locks(self) -> str:
-        """Return the hash of its requirements."""
-        content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
-        return hashlib.sha256(content).hexdigest()[:12]
-
     def stamp(self, version: str) -> Path:
-        """Return the file that is written last, named after Python and the locks: an outdated environment has none."""
-        return self.path / f"ready-{version}-{self.locks}"
+        """Return the file that is written last, named after Python and the hash of the requirements.
+
+        An outdated environment has none.
+        """
+        content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
+        return self.path / f"ready-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
 
     @property
     def ready(self) -> bool:
@@ -76,11 +73,6 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
             PATH. An environment of another version is made anew.
         advice: printed before the installation, if there is one.
         patch: whether to patch its verl, and print what was done.
-
-    Raises:
-        Refused: no such Python, a symbolic link to an outdated environment, which others may be using, WHEELHOUSE
-            contains no wheels or lacks some, or flash-attn could not be built.
-        subprocess.CalledProcessError: another installation failed.
     """
     environment = ENVIRONMENTS[name]
     base, version = find_python([python] if python else [environment.python, *(f"python{each}" for each in PYTHONS)])

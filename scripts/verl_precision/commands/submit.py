@@ -10,17 +10,16 @@ without a GPU set DEVICE=cuda. A secret (HF_TOKEN, WANDB_API_KEY, …) is never 
 Exit code 0: trained all steps; 1: refused or failed; 130: no longer watched; the job continues.
 """
 
-import asyncio
+import json
 import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl_precision.commands.run import check_run
 from verl_precision.errors import Refused
@@ -32,47 +31,29 @@ from verl_precision.run.job import VARIABLES as VARIABLES  # its options
 from verl_precision.run.job import Job, compose, parse_job
 from verl_precision.spelling import as_options
 
-if TYPE_CHECKING:
-    from ray.job_submission import JobSubmissionClient
-
+RAY = (sys.executable, "-m", "ray.scripts.scripts")  # the command ray of this environment
 CARRIED = ("configs", "patches", "recipes")  # of this project
 PACKAGED = "scripts/verl_precision"  # the place of this package in a checkout
 COMPILED = "__pycache__"
 SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|CREDENTIALS?|API_?KEY|ACCESS_?KEY(_ID)?)$")  # in a variable's name
 
 
-@contextmanager
-def cluster_errors(address: str) -> Iterator[None]:
-    """Refuse, in one line, a cluster whose dashboard does not answer at ``address``."""
-    import aiohttp
-
-    try:
-        yield
-    except (RuntimeError, OSError, aiohttp.ClientError) as error:
-        cause = " ".join(str(error).split())[:200]
-        advice = "if it is up, ray job list reports the state of its jobs"
-        raise Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there ({cause}); {advice}") from error
-
-
 def refuse_secrets(words: list[str]) -> None:
-    """Refuse to submit the value of a secret: Ray keeps a job's command and shows it on its dashboard.
-
-    The message does not repeat it.
-    """
+    """Refuse to submit the value of a secret, without repeating it: Ray shows a job's command on its dashboard."""
     for name, value in os.environ.items():
         if SECRET.search(name.upper()) and len(value) >= 8 and any(value in word for word in words):
             raise Refused(f"{name}: its value is part of the command line; set it where the nodes start Ray")
 
 
-def prepare(job: Job, scratch: Path) -> dict:
-    """Return the arguments of ``submit_job`` for ``job``, whose ``out`` is set: ``entrypoint`` and ``runtime_env``.
+def prepare(job: Job, scratch: Path) -> list[str]:
+    """Return the words of ``ray job submit`` for ``job``, whose ``out`` is set.
 
     What the job carries to the nodes is copied into ``scratch``, which Ray packs.
     """
     values = job.settings() | {"STEPS": job.steps or "", "OUT": job.out, "RETRIES": job.retries}
     options = as_options({name: str(value) for name, value in values.items() if value != ""})
     if not job.carry:
-        return {"entrypoint": shlex.join([*PROGRAM, "run", *options]), "runtime_env": {}}
+        return ["--", *map(str, PROGRAM), "run", *options]
     verl = installed_verl()
     state = status(verl)
     if state.state != "patched":
@@ -82,25 +63,7 @@ def prepare(job: Job, scratch: Path) -> dict:
     shutil.copytree(PACKAGE, scratch / PACKAGED, ignore=shutil.ignore_patterns(COMPILED, "project"))
     print(f"carries {state.detail}, and the {', '.join(CARRIED)} and scripts of {REPO}", flush=True)
     runtime_env = {"working_dir": str(scratch), "py_modules": [str(verl)], "excludes": [COMPILED]}
-    return {"entrypoint": shlex.join(["python3", PACKAGED, "run", *options]), "runtime_env": runtime_env}
-
-
-def submit(client: "JobSubmissionClient", submission: dict) -> int:
-    """Submit the job and show its output to the end. Return the exit code."""
-    from ray.job_submission import JobStatus
-
-    job_id = client.submit_job(**submission)
-    print(f"job {job_id} on {client.get_address()}; ray job stop {job_id} ends it", flush=True)
-
-    async def show_log() -> None:
-        async for text in client.tail_job_logs(job_id):
-            print(text, end="", flush=True)
-
-    try:
-        asyncio.run(show_log())
-    except KeyboardInterrupt:
-        return 130
-    return 0 if client.get_job_status(job_id) == JobStatus.SUCCEEDED else 1
+    return ["--runtime-env-json", json.dumps(runtime_env), "--", "python3", PACKAGED, "run", *options]
 
 
 def parse(words: list[str]) -> Job:
@@ -115,16 +78,30 @@ def main(job: Job, dry_run: bool = False) -> int:
     address = os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         raise Refused(f"RAY_ADDRESS={address}: must be the URL of the cluster's dashboard, like http://HEAD:8265")
-    from ray.job_submission import JobSubmissionClient
-
-    with cluster_errors(address):
-        client = None if dry_run else JobSubmissionClient(address)
+    if not dry:
+        check_dashboard(address)
+    out = dict(word.partition("=")[::2] for word in words).get("OUT", "")
+    if job.carry and not out.startswith("/"):
+        raise Refused(f"OUT={out}: must be an absolute path on storage shared by all nodes of the cluster")
     job = replace(job, out=choose_folder(job))
     check_run(job, compose(job, job.out), job.out)
     with tempfile.TemporaryDirectory() as scratch:
         submission = prepare(job, Path(scratch))
-        if dry_run:
-            print(f"would submit to {address}: {submission['entrypoint']}")
+        if dry:
+            print(f"would submit to {address}: {shlex.join(submission[submission.index('--') + 1 :])}")
             return 0
-        with cluster_errors(address):
-            return submit(client, submission)
+        try:
+            return subprocess.run([*RAY, "job", "submit", "--address", address, *submission]).returncode
+        except KeyboardInterrupt:
+            return 130
+
+
+def check_dashboard(address: str) -> None:
+    """Refuse a cluster whose dashboard does not answer at ``address``."""
+    from ray.job_submission import JobSubmissionClient
+
+    try:
+        JobSubmissionClient(address)
+    except (RuntimeError, OSError) as error:
+        cause = " ".join(str(error).split())[:200]
+        raise Refused(f"RAY_ADDRESS={address}: no Ray cluster answers there ({cause})") from error

@@ -10,7 +10,7 @@ from verl_precision.doctor.resolver import MODEL
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import installed_verl
-from verl_precision.run.job import NO_WORD, Job, culprit
+from verl_precision.run.job import Job, configuration_refusal
 
 OVERRIDE = re.compile(r"\+?[\w.]+=")
 
@@ -36,12 +36,9 @@ def ask_doctor(job: Job, out: Path) -> None:
     found = diagnose(tree, job.overrides(out))
     if found.refused is None:
         return
-    word = culprit(job, found.refused, lambda jobs: (diagnose(tree, each.overrides(out)).refused for each in jobs))
     if not found.findings:
-        raise Refused(f"{word}: {found.sentence}")
+        raise configuration_refusal(job, found.sentence)
     finding = found.findings[0]
     name = "MODEL" if job.model and finding.key == f"{MODEL}.path" else finding.key
     fix = f"ARGS={finding.fix}" if OVERRIDE.match(finding.fix) else finding.fix
-    reason = f"{name}={finding.value} {finding.effect}; give {fix}"
-    known = word in (f"ARGS={finding.key}={finding.value}", NO_WORD)
-    raise Refused(reason if known else f"{word}: {reason}")
+    raise Refused(f"{name}={finding.value} {finding.effect}; give {fix}")

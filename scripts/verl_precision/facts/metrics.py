@@ -14,8 +14,6 @@ LOSS_SCALE = "actor/loss_scale"
 SKIPPED = "actor/skipped_steps"
 CRITIC_LOSS_SCALE = "critic/loss_scale"
 CRITIC_SKIPPED = "critic/skipped_steps"
-LONGEST_PROMPT = "prompt_length/max"
-CLIP_RATIO = "prompt_length/clip_ratio"
 SECONDS = "timing_s/step"
 FLOWRL = {  # of RECIPE=flowrl, by the name under which they are shown
     "log_z": "actor/flowrl/log_z",

@@ -59,8 +59,8 @@ def check_data(job: "Job", config: "DictConfig") -> None:
             raise Refused(
                 f"{name}={files[0]}: has {rows} rows, but a batch needs {least}; give more or a smaller batch"
             )
-        firsts = ([row[columns[0]] for row in first] for _, first in samples)
-        prompts += [(f"{name}={path}", first) for path, first in zip(paths, firsts, strict=True)]
+        for path, (_, first) in zip(paths, samples, strict=True):
+            prompts.append((f"{name}={path}", [row[columns[0]] for row in first]))
     check_prompts(config, prompts)
 
 
@@ -80,23 +80,19 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
     rollout = config.actor_rollout_ref.rollout
     if OmegaConf.select(rollout, "name") != "vllm":
         return
+    key = "ARGS=actor_rollout_ref.rollout"
     if job.device == "cpu" and OmegaConf.select(rollout, "full_determinism"):
-        key = "actor_rollout_ref.rollout.full_determinism"
         raise Refused(
-            f"ARGS={key}=true: asks vLLM for batch-invariant kernels, and its CPU build would end at the first "
-            f"generation; give ARGS={key}=false, or DEVICE=cuda"
+            f"{key}.full_determinism=true: asks vLLM for batch-invariant kernels, and its CPU build would end at the "
+            f"first generation; give {key}.full_determinism=false, or DEVICE=cuda"
         )
-    extra = OmegaConf.select(rollout, "engine_kwargs.vllm.dtype")
-    dtype = SERVER_SPELLINGS.get(extra or rollout.dtype, "unknown")
-    cache = OmegaConf.select(rollout, "engine_kwargs.vllm.kv_cache_dtype")
+    given = OmegaConf.select(rollout, "engine_kwargs.vllm") or {}
+    dtype, cache = SERVER_SPELLINGS.get(given.get("dtype") or rollout.dtype, "unknown"), given.get("kv_cache_dtype")
     if reason := cache_refusal(dtype, cache):
-        key = "actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype"
-        raise Refused(f"ARGS={key}={cache}: {reason}; give ARGS={key}=auto")
-    if dtype != "float16":
-        return
+        key += ".engine_kwargs.vllm.kv_cache_dtype"
+        raise Refused(f"{key}={cache}: {reason}; give {key}=auto")
     model = str(config.actor_rollout_ref.model.path)
-    support = float16_support(model)
-    if support.supported is False:
+    if dtype == "float16" and (support := float16_support(model)).supported is False:
         name = "MODEL" if job.model else "actor_rollout_ref.model.path"
         raise Refused(f"{name}={model}: {support.reason}; {ways_out('ARGS=', 'PRECISION=')}")
 
@@ -116,8 +112,7 @@ def read_sample(name: str, file: Path, columns: list[str]) -> tuple[int, list[di
     except (OSError, pyarrow.ArrowInvalid) as error:
         raise Refused(f"{name}={file}: is not a readable parquet file ({str(error).splitlines()[0]})") from error
     present = metadata.schema.to_arrow_schema().names
-    missing = [column for column in columns if column not in present]
-    if missing:
+    if missing := [column for column in columns if column not in present]:
         raise Refused(f"{name}={file}: lacks the column {missing[0]!r} of verl's schema; it has {', '.join(present)}")
     with pyarrow.parquet.ParquetFile(file) as opened:
         rows = next(opened.iter_batches(SAMPLE, columns=columns)).to_pylist() if metadata.num_rows else []

@@ -1,8 +1,8 @@
-"""Admit a job to a running Ray cluster that has enough nodes and GPUs, all with the driver's code and dtypes.
+"""Admit a job to a running Ray cluster that has enough nodes and GPUs, all with the driver's code.
 
-Each query runs in a separate process, ``python -m verl_precision.run.cluster_query``, which joins the cluster as
-``main_ppo`` will, with its environment and from its folder. So nothing of Ray stays behind in this process, and a lost
-head cannot end it.
+Each query runs in a separate process, ``verl_precision.run.cluster_query``, which joins the cluster as ``main_ppo``
+will, with its environment and from its folder. So nothing of Ray stays behind in this process, and a lost head cannot
+end it.
 """
 
 import json
@@ -12,32 +12,26 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl_precision.errors import Refused
 from verl_precision.paths import IMPORTS, WORK
 from verl_precision.run.cluster_query import CONNECT_S, REACH_S
 from verl_precision.run.job import Job
-from verl_precision.run.log import errors
 from verl_precision.run.machine import cpus_per_node
-from verl_precision.run.node_facts import engine_settings, used_roles
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from omegaconf import DictConfig
 
 
-def admit(
-    job: Job, config: "DictConfig", out: "Path", wait_s: float = 10, show: Callable[[str], None] = print
-) -> dict[str, list[dict]]:
-    """Check that the cluster ``job.cluster`` can train the job.
+def admit(job: Job, config: "DictConfig", out: Path, wait_s: float = 10) -> dict[str, list[dict]]:
+    """Check that the cluster ``job.cluster`` can train the job, and print a line on each node.
 
     Args:
         config: the job's whole configuration (``job.compose``).
         wait_s: seconds to wait for nodes and GPUs that are missing or not free.
-        show: takes a line of progress, and a line on each node at the end.
 
     Returns:
         ``{"nodes": [facts of each node that may get a worker]}``, for ``run.json``.
@@ -55,37 +49,26 @@ def admit(
             "gpus": config.trainer.n_gpus_per_node,
             "cpus": cpus_per_node(config),
             "wait_s": wait_s,
-            "query": {
-                "engines": {role: engine_settings(role_config) for role, role_config in used_roles(config).items()},
-                "rollout": config.actor_rollout_ref.rollout.dtype,
-                "device": job.device,
-                "paths": [mark.name, *(path for path in (job.model, job.train, job.val) if path and path[0] == "/")],
-            },
+            "paths": [mark.name, *(path for path in (job.model, job.train, job.val) if path and path[0] == "/")],
         }
-        nodes = query_cluster(job, out, request, show)
-    show("{} nodes run verl {verl} with stack {stack}, tree {tree:.12}".format(len(nodes), **nodes[0]))
+        nodes = query_cluster(job, out, request)
+    print("{} nodes run verl {verl} with stack {stack}, tree {tree:.12}".format(len(nodes), **nodes[0]))
     for node in nodes:
-        show("  {node}: {gpus:g} GPUs, {cpus:g} CPUs, {device}".format(**node))
+        print("  {node}: {gpus:g} GPUs, {cpus:g} CPUs".format(**node), flush=True)
     return {"nodes": nodes}
 
 
-def lost_nodes(job: Job, out: "Path", nodes: list[dict]) -> list[str]:
+def lost_nodes(job: Job, out: Path, nodes: list[dict]) -> list[str]:
     """Return the names of those of ``nodes``, as ``admit`` returned them, that the cluster no longer has.
 
     Ray itself may take up to ``NOTICED_S`` (``cluster_query``) to notice that a node is gone.
     """
-    alive = query_cluster(job, out, {"runtime_env": {}}, print)
+    alive = query_cluster(job, out, {"runtime_env": {}})
     return [node["node"] for node in nodes if node["id"] not in alive]
 
 
-def query_cluster(
-    job: Job, out: "Path", request: Mapping[str, Any], show: Callable[[str], None], retry: bool = True
-) -> list:
+def query_cluster(job: Job, out: Path, request: Mapping[str, Any]) -> list:
     """Start a process that joins the cluster, and return its answer to ``request``.
-
-    Args:
-        retry: query once more if Ray crashes that process, as a thread of Ray 2.60's once did: a crash is no evidence
-            about the cluster.
 
     Raises:
         Refused: the cluster does not answer, or the process refused the request or ended without an answer.
@@ -94,31 +77,20 @@ def query_cluster(
     environment = os.environ | job.environment(out)
     environment["PYTHONPATH"] = os.pathsep.join([*IMPORTS, environment["PYTHONPATH"]])
     command = [sys.executable, "-m", "verl_precision.run.cluster_query", job.cluster]
-    with tempfile.TemporaryFile("w+") as stderr, tempfile.TemporaryFile("w+") as stdin:
-        json.dump(request, stdin)  # not an argument, which all users of the machine see: runtime_env may have secrets
-        stdin.seek(0)
-        streams = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": stderr, "text": True}
-        with subprocess.Popen(command, cwd=WORK, env=environment, **streams) as process:
-            try:
-                for line in process.stdout:
-                    message = json.loads(line) if line.startswith("{") else {}
-                    if "progress" in message:
-                        show(message["progress"])
-                    if "refused" in message:
-                        raise Refused(f"RAY_ADDRESS={job.cluster}: {message['refused']}")
-                    if "answer" in message:
-                        return message["answer"]
-            except BaseException:  # it may wait for nodes for hours
-                process.terminate()
-                raise
-        if process.returncode == -signal.SIGALRM:
-            raise Refused(f"RAY_ADDRESS={job.cluster}: no Ray cluster answers there within {CONNECT_S} s")
-        if process.returncode == -signal.SIGSEGV and retry:
-            show("Ray crashed the process that queries the cluster (SIGSEGV): trying again")
-            return query_cluster(job, out, request, show, retry=False)
-        stderr.seek(0)
-        cause = "; ".join(errors(stderr, most=1)) or f"exit code {process.returncode}"
-        raise Refused(f"RAY_ADDRESS={job.cluster}: the cluster could not be queried: {cause}")
+    # Not as an argument, which all users of the machine see: runtime_env may have secrets.
+    asked = {"input": json.dumps(request), "stdout": subprocess.PIPE, "text": True}
+    done = subprocess.run(command, cwd=WORK, env=environment, **asked)
+    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]  # Ray may print, too
+    if answers:
+        result = json.loads(answers[-1])
+        if "answer" in result:
+            return result["answer"]
+        why = result["refused"]
+    elif done.returncode == -signal.SIGALRM:
+        why = f"no Ray cluster answers there within {CONNECT_S} s"
+    else:
+        why = f"the cluster could not be queried: exit code {done.returncode}; the reason is above"
+    raise Refused(f"RAY_ADDRESS={job.cluster}: {why}")
 
 
 def check_address(address: str) -> None:

@@ -26,15 +26,11 @@ FATAL = {
 # Ray keeps such a request for nodes to come. On a shared cluster it may be another job's: Ray shows it to every driver.
 NO_ROOM = re.compile(r"\(autoscaler [^)]*\) Error: No available node types can fulfill")
 PROCESS = re.compile(r"(\w+) pid=(\d+)(?:, ip=([^)]+))?")  # Ray names it by the actor's class or the task's function
+NAMELESS = "a worker"
 # Classes of verl that the job cannot lose. Ray may restart a user's own actor.
 VERLS_OWN = re.compile(
     r"WorkerDict|\w*TaskRunner\w*|vLLM\w*|SGLang\w*|AgentLoopWorker\w*|TransferQueue\w*|SimpleStorage\w*"
 )
-
-
-def is_class(name: str) -> bool:
-    """Return whether Ray's name of a process is an actor's class rather than a task's function."""
-    return any(letter.isupper() for letter in name)
 
 
 @dataclass(frozen=True)
@@ -57,14 +53,15 @@ class DeathReader:
 
     Args:
         shared_ray: whether other jobs may run on the same Ray.
+
+    Attributes:
+        lost: the first worker that ended, by Ray's report, or that does not answer; None without a report.
     """
 
     def __init__(self, shared_ray: bool = False) -> None:
         self.shared_ray = shared_ray
         self.names: dict[tuple[str | None, str], str] = {}  # by IP address, None on this node, and process id
-        self.dead: dict[str, str] = {}  # IP address by process id, in the order in which Ray reported the deaths
-        self.unnamed: dict[str, Death] = {}  # by process id, deaths of processes that no line has named yet
-        self.unanswered = False  # whether Ray reported that some worker does not answer
+        self.lost: str | None = None
 
     def read(self, lines: Iterable[str]) -> Death | None:
         """Return the first certain evidence in the log's new ``lines``, or else the first."""
@@ -73,16 +70,18 @@ class DeathReader:
 
     def read_line(self, line: str) -> Death | None:
         """Return the death that one line reports."""
-        died, unanswered = WORKER_DIED.search(line), NO_ANSWER.search(line)
-        if died:
-            self.dead.setdefault(died[2], died[1])
-        self.unanswered |= bool(unanswered)
-        prefix = WORKER_PREFIX.match(line)
+        prefix, died = WORKER_PREFIX.match(line), WORKER_DIED.search(line)
         if process := prefix and PROCESS.match(prefix[1]):
             name, pid, address = process.groups()
             self.names[address, pid] = name
-            if pid in self.unnamed and is_class(name):  # Ray's log monitor is later than its report of the death
-                return self.death_of(name, pid, self.unnamed.pop(pid).line)
+        if died:
+            address, pid = died.groups()
+            name = self.names.get((address, pid)) or self.names.get((None, pid))
+            worker = f"{name or 'a worker'} (pid {pid})"
+            if self.lost in (None, NAMELESS):
+                self.lost = f"{worker} on node {address}"
+        elif NO_ANSWER.search(line):
+            self.lost = self.lost or NAMELESS
         text = line[prefix.end() :] if prefix else line
         text = text[VLLM_PREFIX.match(text).end() :]
         if cause := next((cause for pattern, cause in FATAL.items() if re.match(pattern, text)), None):
@@ -90,32 +89,5 @@ class DeathReader:
         if NO_ROOM.match(COLOUR.sub("", line)):
             return Death("Ray lacks the resources that verl requests", not self.shared_ray, short(line))
         if died:
-            address, pid = died.groups()
-            name = self.name_of(address, pid)
-            actor = name if name and is_class(name) else None
-            death = self.death_of(actor, pid, short(line))
-            if not actor:
-                self.unnamed[pid] = death
-            return death
-        return Death("a worker died", False, short(line)) if unanswered else None
-
-    def name_of(self, address: str, pid: str) -> str | None:
-        """Return Ray's name of the process with this id on the node with this address; None: no line names it."""
-        return self.names.get((address, pid)) or self.names.get((None, pid))
-
-    @staticmethod
-    def death_of(name: str | None, pid: str, line: str) -> Death:
-        certain = bool(name and VERLS_OWN.fullmatch(name))
-        return Death(f"{name or 'a worker'} (pid {pid}) died", certain, line)
-
-
-def lost_worker(reader: DeathReader, nodes: Iterable[dict] = ()) -> str | None:
-    """Describe the first worker that ended, by Ray's report in the log that ``reader`` has read; None without a report.
-
-    ``nodes`` are the facts of the cluster's nodes, for their names.
-    """
-    if not reader.dead:
-        return "a worker" if reader.unanswered else None
-    pid, address = next(iter(reader.dead.items()))
-    node = next((node["node"] for node in nodes if node["node"].endswith(f"({address})")), address)
-    return f"{reader.name_of(address, pid) or 'a worker'} (pid {pid}) on node {node}"
+            return Death(f"{worker} died", bool(name and VERLS_OWN.fullmatch(name)), short(line))
+        return Death(f"{NAMELESS} died", False, short(line)) if NO_ANSWER.search(line) else None

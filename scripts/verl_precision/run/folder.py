@@ -1,13 +1,12 @@
 """Choose and lock the folder of a run, and check that the run may start or resume there.
 
 It contains ``run.json``, the settings, time and memory so far; ``metrics.jsonl``, verl's metrics, a line per step;
-``train.log``, all output; ``checkpoints/``; and, for a finished run, ``summary.json`` and ``curves.png``.
+``train.log``, all output; ``checkpoints/``; and, for a finished run, ``summary.json``.
 """
 
 import fcntl
 import importlib.util
 import json
-import shlex
 from itertools import count
 from pathlib import Path
 from typing import TextIO
@@ -50,7 +49,6 @@ def checkpoint_step(out: Path) -> int:
 
 
 def finished(out: Path) -> bool:
-    """Return whether ``out`` contains a finished run, of whatever length."""
     return (out / "summary.json").exists()
 
 
@@ -86,11 +84,7 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
     for name, value in job.settings().items():
         recorded = record["settings"].get(name, "")  # an older run may lack a variable: it was unset
         if value != recorded:
-            if name == "ARGS":
-                value, recorded = words_not_in(recorded, value), words_not_in(value, recorded)
             advice = "repeat its settings, choose another OUT or remove that folder"
-            if name == "PRECISION":
-                advice = ways_to_resume(value, recorded, out)
             raise Refused(f"{name}={value}: {out} contains a run with {name}={recorded}; {advice}")
     if finished(out) and steps <= record["steps"]:
         raise Refused(
@@ -99,24 +93,6 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
     if steps < checkpoint_step(out):
         raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; set more, or another OUT")
     return record | {"steps": steps}
-
-
-def ways_to_resume(regime: str, recorded: str, out: Path) -> str:
-    """Return the commands that continue the run in ``out``, in its ``recorded`` regime or in ``regime``."""
-    same = f"`make run PRECISION={recorded} OUT={out}` with its other settings resumes it"
-    step = checkpoint_step(out)
-    if not step:
-        return f"{same}; for {regime} choose another OUT"
-    path = (out / f"checkpoints/global_step_{step}").resolve()
-    resume = f"trainer.resume_mode=resume_path trainer.resume_from_path={path}"
-    other = f"this command with OUT=ANOTHER and `{resume}` in ARGS"
-    return f"{same}; {other} goes on from its step {step} in {regime}"
-
-
-def words_not_in(others: str, args: str) -> str:
-    """Return the words of ``args`` that ``others``, another ARGS, lacks; all of them if only the order differs."""
-    words, lacking = shlex.split(args), shlex.split(others)
-    return shlex.join([word for word in words if word not in lacking] if set(words) != set(lacking) else words)
 
 
 def lock(out: Path) -> TextIO:

@@ -9,8 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,16 +39,11 @@ if TYPE_CHECKING:
 # The experiments whose model and data a recipe generates, and the task of each.
 GENERATED = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms", "recall": "recall"}
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
-NO_WORD = "configuration"  # to blame for a refusal that no word of ARGS causes
 CPU_PLATFORM = {  # what makes verl run without a GPU
     MODULES: "recipes.cpu.platform",
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",  # picks verl's FSDP engine
 }
-# Ray refuses counts of processors for a running cluster, which has counted its own.
-UNCOUNTED = ("ray_kwargs.ray_init.num_cpus=null", "++ray_kwargs.ray_init.num_gpus=null")
-# TransferQueue would pin its storage to every node, also to a head that has no CPU for it.
-STORAGE_ON_GPU_NODES = "++transfer_queue.backend.SimpleStorage.required_node_resource=GPU"
 
 # The variables of `make run`. The launch scripts pass them on in this order.
 VARIABLES = {
@@ -101,7 +95,6 @@ class Job:
 
     @property
     def objective(self) -> str:
-        """The recipe if set, else the algorithm."""
         return self.recipe or self.algo
 
     @property
@@ -154,8 +147,13 @@ class Job:
     def cluster_overrides(self, out: Path) -> list[str]:
         """Return the overrides by which ``main_ppo`` joins a running cluster; its processes inherit no environment."""
         prefix = "++ray_kwargs.ray_init.runtime_env.env_vars."  # what every process on every node gets
-        variables = [f"{prefix}{name}={quoted(value, string=True)}" for name, value in self.environment(out).items()]
-        return [*UNCOUNTED, STORAGE_ON_GPU_NODES, *variables]
+        return [
+            "ray_kwargs.ray_init.num_cpus=null",  # Ray refuses counts for a running cluster, which has counted its own
+            "++ray_kwargs.ray_init.num_gpus=null",
+            # TransferQueue would pin its storage to every node, also to a head that has no CPU for it.
+            "++transfer_queue.backend.SimpleStorage.required_node_resource=GPU",
+            *(f"{prefix}{name}={quoted(value, string=True)}" for name, value in self.environment(out).items()),
+        ]
 
     def environment(self, out: Path) -> dict[str, str]:
         """Return the variables that ``main_ppo`` and its workers need besides the caller's environment."""
@@ -207,9 +205,8 @@ def quoted(value: str, string: bool = False) -> str:
 def parse_job(words: list[str]) -> Job:
     """Return the job that ``NAME=VALUE`` words and RAY_ADDRESS describe; refuse a name or value that is not allowed."""
     values = parse_words(words, VARIABLES)
-    args = tuple(override_words("ARGS", values.get("ARGS", ""), "; give it as one shell word"))
-    experiment = "gsm8k_1gpu" if "TRAIN" in values else "arithmetic"
     cluster = os.environ.get("RAY_ADDRESS") or None
+    experiment = "gsm8k_1gpu" if "TRAIN" in values else "arithmetic"
     job = Job(
         experiment=one_of(values, "EXPERIMENT", options("experiment"), experiment),
         precision=one_of(values, "PRECISION", options("precision"), "fp16"),
@@ -222,7 +219,7 @@ def parse_job(words: list[str]) -> Job:
         train=parquet_path(values, "TRAIN"),
         val=parquet_path(values, "VAL"),
         out=Path(file_path(values, "OUT")) if "OUT" in values else None,
-        args=args,
+        args=tuple(override_words("ARGS", values.get("ARGS", ""), "; give it as one shell word")),
         cluster=cluster,
         retries=whole_number(values, "RETRIES", 0, 2 if cluster else 0),
         carry=one_of(values, "CARRY", ["yes", "no"], "yes") == "yes",
@@ -235,51 +232,26 @@ def parse_job(words: list[str]) -> Job:
 
 
 def compose(job: Job, out: Path) -> "DictConfig":
-    """Return the job's whole configuration, resolved as by ``main_ppo``.
-
-    Refuse an unpatched verl, and an override that does not fit verl's configuration.
-    """
+    """Return the job's whole configuration, resolved as by ``main_ppo``. Refuse an unpatched verl, and a wrong key."""
     root = installed_verl().parent
     if not precision_file(root):
         raise Refused(f"the verl in {root} is not patched: make apply-patches VERL={shlex.quote(str(root))}")
-    config, why = try_to_compose(job, out)
-    if why:
-        word = culprit(job, why, lambda jobs: (try_to_compose(each, out)[1] for each in jobs))
-        raise Refused(f"{word}: {why}")
-    return config
-
-
-def try_to_compose(job: Job, out: Path) -> "tuple[DictConfig, None] | tuple[None, str]":
-    """Return the configuration, or in one line why there is none."""
     try:
-        return compose_config(installed_verl() / "trainer/config", job.overrides(out)), None
+        return compose_config(installed_verl() / "trainer/config", job.overrides(out))
     except Uncomposable as error:
-        return None, str(error)
+        raise configuration_refusal(job, error.with_advice) from error
 
 
-def culprit(job: Job, why: str, reasons: Callable[[list[Job]], Iterable[str | None]]) -> str:
-    """Return the word to blame for a refusal: the last word of the shortest prefix of ARGS that is refused likewise.
-
-    Args:
-        why: the reason for which ``job`` is refused.
-        reasons: for which jobs are refused, ``None`` for those that are not.
-    """
-    shorter = [replace(job, args=job.args[:count]) for count in range(len(job.args))]
-    count = next((count for count, reason in enumerate(reasons(shorter)) if reason == why), len(job.args))
-    return f"ARGS={shlex.quote(job.args[count - 1])}" if count else NO_WORD
-
-
-def main(words: list[str]) -> None:
-    """Check the words, or print what the launch scripts read."""
-    if words == ["--names"]:
-        print(*VARIABLES)
-    elif words == ["--generated"]:
-        print(*GENERATED)
-    else:
-        parse_job(words)
+def configuration_refusal(job: Job, why: str) -> Refused:
+    """Return the refusal of a job's configuration, whose reason names the key."""
+    return Refused(f"{f'ARGS={shlex.join(job.args)}' if job.args else 'configuration'}: {why}")
 
 
 if __name__ == "__main__":
     os.environ.setdefault(MADE, "run")  # launch scripts take knobs, NAME=VALUE
-    with handled_errors("run"):
-        main(sys.argv[1:])
+    printed = {"--names": VARIABLES, "--generated": GENERATED}.get(sys.argv[1] if len(sys.argv) == 2 else "")
+    if printed:
+        print(*printed)
+    else:
+        with handled_errors("run"):
+            parse_job(sys.argv[1:])

@@ -17,11 +17,7 @@ CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, R
 
 
 def check_machine(config: "DictConfig", device: str) -> None:
-    """Refuse more workers than the GPUs here, or the CPUs that Ray counts, have room for.
-
-    Args:
-        device: "cpu" or "cuda"; on a CPU, Ray is given as many "GPUs" as there are workers.
-    """
+    """Refuse more workers than the GPUs here, or the CPUs that Ray counts, have room for."""
     from ray._private.utils import get_num_cpus  # what Ray would count, in a container its share
 
     workers, nodes, setting = config.trainer.n_gpus_per_node, config.trainer.nnodes, config.ray_kwargs.ray_init.num_cpus

@@ -6,9 +6,7 @@ from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu, find_gpus
-from verl_precision.facts.packages import installed_verl
 from verl_precision.run.job import Job
-from verl_precision.run.node_facts import effective_dtypes, engine_settings, roles_in_bf16, used_roles
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,12 +27,11 @@ def preset_of(gpu: Gpu) -> str:
 
 
 def oldest(gpus: tuple[Gpu, ...]) -> Gpu:
-    """Return the GPU of the least capability: a worker may get any of them."""
+    """Return the GPU of the lowest compute capability: a worker may get any of them."""
     return min(gpus, key=lambda gpu: gpu.capability)
 
 
 def flash_attn_installed() -> bool:
-    """Return whether flash-attn is installed in this Python."""
     return any(metadata.distributions(name="flash-attn"))
 
 
@@ -65,22 +62,23 @@ def fit_to_gpus(job: Job) -> tuple[Job, str]:
 
 def check_gpus(job: Job, config: "DictConfig") -> None:
     """Refuse GPUs without kernels in this torch, emulated bfloat16, and flash attention that does not run."""
+    from verl.trainer.ppo.utils import need_critic
+
     gpus = find_gpus()
     for each in gpus:
         if not each.kernels:
             raise Refused(f"DEVICE=cuda: torch {metadata.version('torch')} has no kernels for {each}; see {GUIDE}")
-    gpu, roles = oldest(gpus), used_roles(config)
-    if not gpu.bf16:
-        engines = {role: engine_settings(settings) for role, settings in roles.items()}
-        dtypes = effective_dtypes(installed_verl().parent, engines, "cpu")["dtypes"]
-        if emulated := roles_in_bf16(dtypes, config.actor_rollout_ref.rollout.dtype):
-            raise Refused(
-                f"PRECISION={job.precision}: {', '.join(emulated)} would compute in bfloat16, which {gpu} emulates and "
-                "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
-            )
+    gpu, models = oldest(gpus), {"actor_rollout_ref": config.actor_rollout_ref.model}
+    dtypes = {role: config.actor_rollout_ref[role].dtype for role in ("actor", "rollout")}
+    if need_critic(config):
+        models["critic"], dtypes["critic"] = config.critic.model, config.critic.dtype
+    in_bf16 = [role for role, dtype in dtypes.items() if dtype in ("bfloat16", "bf16")]
+    if in_bf16 and not gpu.bf16:
+        raise Refused(
+            f"PRECISION={job.precision}: {', '.join(in_bf16)} would compute in bfloat16, which {gpu} emulates and "
+            "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
+        )
     if missing := flash_attention_missing(gpu):
-        models = {"actor_rollout_ref": config.actor_rollout_ref.model}
-        models |= {"critic": config.critic.model} if "critic" in roles else {}
         for role, model in models.items():
             attention = model.get("override_config", {}).get("attn_implementation", DEFAULT_ATTENTION)
             if attention == DEFAULT_ATTENTION:

@@ -32,12 +32,7 @@ LINGERS_S, LINGERS = 600, 3
 
 
 class RunProgress:
-    """Print the progress of a run: start-up phases, then a line a step.
-
-    Attributes:
-        data: the rows of the run's training steps.
-        shown: number of those that this attempt has added.
-    """
+    """Prints the progress of a run. ``data`` are the rows of its training steps, ``shown`` those of this attempt."""
 
     def __init__(self, out: Path, steps: int):
         self.out, self.steps = out, steps
@@ -50,7 +45,6 @@ class RunProgress:
 
     @property
     def finished(self) -> bool:
-        """Return whether the last step was completed."""
         return len(self.data) >= self.steps
 
     @property
@@ -59,16 +53,13 @@ class RunProgress:
         return max([LINGERS_S, *(LINGERS * seconds for seconds in metric_values(self.data, SECONDS))])
 
     def elapsed(self) -> float:
-        """Return the seconds since this object was created."""
         return time.monotonic() - self.started
 
     def print(self, text: str) -> None:
-        """Print a line with the time elapsed."""
         self.printed_at = self.elapsed()
         print(f"[{duration(self.printed_at):>6}] {text}", flush=True)
 
     def start_phase(self, phase: str) -> None:
-        """Print the phase of start-up that begins."""
         self.phase = phase
         self.print(f"starting {phase}")
 
@@ -102,13 +93,14 @@ def progress_line(data: list[dict], steps: int) -> str:
     row = data[-1]
     seconds = metric_values(data[-LAST:], SECONDS)
     rate = median(seconds) if seconds else None
-    flowrl = [f"  {name} {number(row['data'][metric])}" for name, metric in FLOWRL.items() if metric in row["data"]]
+    values = row["data"]
+    flowrl = [f"  {name} {number(values[metric])}" for name, metric in FLOWRL.items() if metric in values]
     return (
         f"step {row['step']:>{len(str(steps))}}/{steps}"
-        f"  reward {number(row['data'][REWARD], '.3f')}"
-        f"  mismatch: probs {number(row['data'].get(PROBS_DIFF), '.1e')} k3 {number(row['data'].get(K3_KL), '.1e')}"
+        f"  reward {number(values[REWARD], '.3f')}"
+        f"  mismatch: probs {number(values.get(PROBS_DIFF), '.1e')} k3 {number(values.get(K3_KL), '.1e')}"
         f"{''.join(flowrl)}"
-        f"  loss scale {number(row['data'].get(LOSS_SCALE), 'g')}"
+        f"  loss scale {number(values.get(LOSS_SCALE), 'g')}"
         f"  skipped {number(metric_total(data, SKIPPED), 'd')}"
         f"  {number(rate, '.1f')} s/step"
         f"  left {'-' if rate is None else duration((steps - row['step']) * rate)}"

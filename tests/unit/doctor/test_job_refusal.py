@@ -24,7 +24,6 @@ MODEL = "actor_rollout_ref.model.path"
 MICRO = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
 LOGS = "log_prob_micro_batch_size_per_gpu"
 UNEVEN = "verl ends with `data size must be divisible by force_group_size * micro_batch_size_per_gpu`"
-THREE = "ARGS=trainer.n_gpus_per_node=3"
 WITH_REF = f"{ACTOR}.use_kl_loss=true {REF}.{LOGS}"
 
 
@@ -43,13 +42,13 @@ def asked(args: str, *words: str) -> str | None:
     [
         (
             "trainer.n_gpus_per_node=4",
-            f"ARGS=trainer.n_gpus_per_node=4: {MICRO}=128 does not divide the 64 answers of each of the 4 workers "
+            f"{MICRO}=128 does not divide the 64 answers of each of the 4 workers "
             f"(256 in all): {UNEVEN}; give ARGS={MICRO}=64, or another divisor of 64",
         ),
         (f"trainer.n_gpus_per_node=2 {ROLLOUT}.{LOGS}=96", f"{ROLLOUT}.{LOGS}=96 does not divide the 128 answers"),
         (f"{WITH_REF}=96", f"{REF}.{LOGS}=96 does not divide the 256 answers of each of the 1 workers"),
-        (THREE.removeprefix("ARGS="), f"{THREE}: {ACTOR}.ppo_mini_batch_size=32 times {ROLLOUT}.n=8"),
-        (f"{ROLLOUT}.log_prob_use_dynamic_bsz=true", f"ARGS={ROLLOUT}.log_prob_use_dynamic_bsz=true: "),
+        ("trainer.n_gpus_per_node=3", f"{ACTOR}.ppo_mini_batch_size=32 times {ROLLOUT}.n=8"),
+        (f"{ROLLOUT}.log_prob_use_dynamic_bsz=true", f"{ROLLOUT}.log_prob_use_dynamic_bsz=True "),
         (f"{ROLLOUT}.name=hf", f"{ROLLOUT}.name=hf is no rollout of verl 0.9.1; give ARGS={ROLLOUT}.name=vllm, "),
         (
             f"{ACTOR}.strategy=fsdp3",
@@ -60,7 +59,7 @@ def asked(args: str, *words: str) -> str | None:
         (f"{ROLLOUT}.n=0", f"{ROLLOUT}.n=0 is no whole number"),
         (
             "data.train_batch_size=null",
-            "ARGS=data.train_batch_size=null: data.train_batch_size=None is no whole number",
+            "data.train_batch_size=None is no whole number",
         ),
         # what fits: two workers share a micro-batch each, dynamic batches of tokens, two ranks to a sequence
         ("trainer.n_gpus_per_node=2", None),

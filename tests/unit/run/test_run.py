@@ -18,7 +18,7 @@ from verl_precision.run.checks import check_start
 from verl_precision.run.job import Job, compose, parse_job
 
 SANITY = ["EXPERIMENT=sanity_cpu", "DEVICE=cpu", "STEPS=40"]
-STRATEGY = "actor_rollout_ref.actor.strategy"
+STRATEGY, SAVE = "actor_rollout_ref.actor.strategy", "trainer.save_freq=1"
 MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch_size", "flowrl.beta"))
 
 
@@ -27,13 +27,16 @@ MINI_BATCH, BETA = (f"actor_rollout_ref.actor.{key}" for key in ("ppo_mini_batch
     [
         (["MODEL=./no/such/model"], "MODEL=./no/such/model: "),
         (["TRAIN=no-such.parquet"], "TRAIN=no-such.parquet: "),
-        (["ARGS=trainer.save_freq=1 trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
+        ([f"ARGS={SAVE} trainer.n_gpu=2"], f"ARGS={SAVE} trainer.n_gpu=2: Could not override"),
         ([f"ARGS={BETA}=0", "RECIPE=flowrl"], f"ARGS={BETA}=0: "),
         (["ARGS=trainer.n_gpus_per_node=64"], "trainer.n_gpus_per_node=64: must be at most 4: "),
         ([f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1; give ARGS={STRATEGY}=fsdp or"),
         (["--check", f"ARGS={STRATEGY}=fsdp3"], f"{STRATEGY}=fsdp3 is no strategy of verl 0.9.1"),
         (["--check", "SEED=2", "ARGS=trainer.n_gpu=2"], "ARGS=trainer.n_gpu=2: Could not override"),
-        (["--check", f"ARGS=trainer.save_freq=1 {MINI_BATCH}=64"], f"ARGS={MINI_BATCH}=64: train_batch_size (32)"),
+        (
+            ["--check", f"ARGS=trainer.save_freq=1 {MINI_BATCH}=64"],
+            f"ARGS=trainer.save_freq=1 {MINI_BATCH}=64: train_batch_size (32)",
+        ),
     ],
 )
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(words, refusal, validated_here, monkeypatch, tmp_path):

@@ -1,19 +1,15 @@
-"""A run's folder: metrics across interruptions, resumption, the summary, the progress line and the curves."""
+"""A run's folder: metrics across interruptions, resumption, the summary and the progress line."""
 
 import json
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
-from matplotlib import image
 
 from verl.utils.tracking import FileLogger
 from verl_precision.errors import Refused
 from verl_precision.facts.metrics import (
-    CLIP_RATIO,
     K3_KL,
-    LONGEST_PROMPT,
     LOSS_SCALE,
     PROBS_DIFF,
     REWARD,
@@ -23,7 +19,6 @@ from verl_precision.facts.metrics import (
     metric_mean,
 )
 from verl_precision.files import read_jsonl, write, write_json
-from verl_precision.run.curves import plot_curves
 from verl_precision.run.folder import checkpoint_step, choose_folder, finished_as, lock, start_record
 from verl_precision.run.job import Job, parse_job
 from verl_precision.run.progress import progress_line
@@ -116,21 +111,12 @@ def test_folder_with_other_settings_is_refused_by_name(other, tmp_path):
     name = other.partition("=")[0]
     with pytest.raises(Refused, match=f"^{name}=.* contains a run with {name}="):
         start_record(job(other.format(tmp_path)), out, 10)
-    with pytest.raises(Refused, match=f"^ARGS=trainer.nnodes=2: {out} contains a run with ARGS=trainer.nnodes=1; "):
-        start_record(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)  # the words that differ
+    with pytest.raises(
+        Refused, match=f"^ARGS=.* trainer.nnodes=2: {out} contains a run with ARGS=.* trainer.nnodes=1; "
+    ):
+        start_record(job("ARGS=trainer.save_freq=1 trainer.nnodes=2"), out, 10)
     (out / "metrics.jsonl").write_text("")  # a run that failed before its first step is replaced
     assert start_record(job(), out, 10)["settings"]["ARGS"] == ""
-
-
-@pytest.mark.parametrize(("checkpoint", "way"), [(0, "for bf16 choose another"), (4, "this command with OUT=ANOTHER")])
-def test_run_of_another_regime_is_refused_with_the_command_for_each(checkpoint, way, tmp_path):
-    out = started(tmp_path / "out", checkpoint=checkpoint)
-    with pytest.raises(Refused) as refused:
-        start_record(job("PRECISION=bf16"), out, 10)
-    first, second = str(refused.value).split("; ")[1:]
-    assert first == f"`make run PRECISION=fp16 OUT={out}` with its other settings resumes it" and second.startswith(way)
-    path = f"trainer.resume_from_path={out}/checkpoints/global_step_4"
-    assert not checkpoint or second.endswith(f"{path}` in ARGS goes on from its step 4 in bf16")
 
 
 def test_run_resumes_only_to_more_steps(tmp_path):
@@ -187,7 +173,7 @@ def test_folder_is_locked_by_its_run(tmp_path):
 
 def summary_of(data: list[dict], reports: list[dict], *words: str, **record: float | None) -> dict:
     begun = start_record(job(*words), Path("/no/such/run"), len(data))
-    return summarize(job(*words), begun | record, data, reports, 16)
+    return summarize(job(*words), begun | record, data, reports)
 
 
 def test_summary_reports_the_measurements():
@@ -231,15 +217,6 @@ def test_summary_names_every_dtype_of_a_role_whose_workers_differ():
     assert summary_of(rows(2), [*differ, ROLLOUT])["precision"] == "actor float16/bfloat16, rollout float16"
 
 
-@pytest.mark.parametrize(("longest", "share"), [(16, 0.25), (15, 0.0), (None, None)])
-def test_summary_reports_the_share_of_prompts_that_were_cut(longest, share):
-    """verl's clip_ratio counts the longest prompts of a batch, whatever their length."""
-    lengths = {} if longest is None else {LONGEST_PROMPT: longest, CLIP_RATIO: 0.25}
-    summary = summary_of(rows(2, **lengths), [ACTOR])
-    assert summary["prompts_cut"] == share
-    assert ("prompts cut      25.0%, to data.max_prompt_length tokens" in summary_table(summary)) == bool(share)
-
-
 def test_summary_of_a_cluster_run_has_no_memory_and_a_median_apart_from_the_mean():
     data = [{"step": step, "data": metrics(step) | {K3_KL: k3}} for step, k3 in enumerate((1e-7, 2e-7, 9e-6), 1)]
     summary = summary_of(data, [ACTOR], peak_memory_gib=None)
@@ -266,18 +243,3 @@ def test_progress_is_one_line_with_flowrls_metrics():
     longer = [row | {"data": row["data"] | FLOWRL | {"actor/flowrl/log_z": float(row["step"])}} for row in rows(9)]
     assert summary_of(longer, [ACTOR], "RECIPE=flowrl")["flowrl"]["log_z"] == {"first": 1.0, "last": 7.0}
     assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in summary_table(summary)
-
-
-def picture(file: Path) -> np.ndarray:
-    return image.imread(file)[..., :3]
-
-
-def test_curves_are_a_picture(tmp_path):
-    in_bf16 = rows(5)
-    for row in in_bf16:
-        del row["data"][LOSS_SCALE], row["data"][SKIPPED]
-    plot_curves(in_bf16, "title", tmp_path / "curves.png")
-    plain = picture(tmp_path / "curves.png")
-    assert plain.shape[:2] == (720, 1200) and plain.min() < plain.max()
-    plot_curves(rows(5, **FLOWRL), "title", tmp_path / "flowrl.png")
-    assert picture(tmp_path / "flowrl.png").shape[:2] == (1440, 1200)

@@ -1,16 +1,13 @@
 """``make submit``: refusals, the files that a job carries to the nodes, and its end."""
 
+import json
 import re
 import shlex
 import subprocess
 import sys
 from dataclasses import replace
-from unittest.mock import Mock
 
-import aiohttp
 import pytest
-import requests
-from ray.job_submission import JobStatus
 
 from verl_precision.cli import parse
 from verl_precision.commands import submit
@@ -32,18 +29,17 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
     imported(trees["patched"])
     scratch = tmp_path / "scratch"
     scratch.mkdir()
-    submission = submit.prepare(job, scratch)
-    assert submission["entrypoint"] == (
+    option, runtime_env, _, *entrypoint = submit.prepare(job, scratch)
+    assert option == "--runtime-env-json" and shlex.join(entrypoint) == (
         "python3 scripts/verl_precision run --experiment=arithmetic --precision=fp16 --algo=grpo --device=cpu --seed=1 "
         f"--steps=2 --out={tmp_path}/run --retries=1 -- trainer.nnodes=2"
     )
     modules = [str(trees["patched"] / "verl")]
     carried = {"working_dir": str(scratch), "py_modules": modules, "excludes": ["__pycache__"]}
-    assert submission["runtime_env"] == carried and not list(scratch.rglob("__pycache__"))
+    assert json.loads(runtime_env) == carried and not list(scratch.rglob("__pycache__"))
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
-    program, *options = submission["entrypoint"].split()[1:]  # accepted there by a Python without packages
-    name, *settings = options
-    assert parse(name, settings)[0].args == job.args
+    _, program, name, *settings = entrypoint  # accepted there by a Python without packages
+    assert shlex.split(parse(name, settings)[0]["ARGS"]) == list(job.args)
     subprocess.run([sys.executable, "-S", program, name, "--help"], cwd=scratch, check=True, capture_output=True)
 
 
@@ -52,8 +48,8 @@ def test_unpatched_verl_is_not_carried(job, trees, imported, tmp_path):
     with pytest.raises(Refused, match=f"^CARRY=yes: {trees['pristine']}/verl: unpatched: "):
         submit.prepare(job, tmp_path)
     own = submit.prepare(replace(job, carry=False, seed=0, retries=0), tmp_path)
-    assert own["runtime_env"] == {} and own["entrypoint"].startswith(f"{sys.executable} {PACKAGE} run ")
-    assert {"--seed=0", "--retries=0"} <= {*shlex.split(own["entrypoint"])}, "0 is a value, not a missing one"
+    assert own[:4] == ["--", sys.executable, str(PACKAGE), "run"]
+    assert {"--seed=0", "--retries=0"} <= {*own}, "0 is a value, not a missing one"
 
 
 def test_dry_run_shows_the_submission_and_does_nothing(validated_here, tmp_path, monkeypatch, capsys):
@@ -106,33 +102,18 @@ def test_secret_in_a_word_is_refused_and_not_repeated(name, monkeypatch):
     assert "hf_of_nobody_else" not in str(refusal.value)
 
 
-SUBMISSION = {"entrypoint": "true", "runtime_env": {}}
+@pytest.mark.parametrize("code", [0, 1])
+def test_exit_code_is_the_jobs(code, validated_here, tmp_path, monkeypatch, capfd):
+    program = f"import sys; print(sys.argv[1:4]); sys.exit({code})"
+    monkeypatch.setenv("RAY_ADDRESS", HEAD)
+    monkeypatch.setattr(submit, "RAY", (sys.executable, "-c", program))
+    monkeypatch.setattr(submit, "check_dashboard", lambda address: None)
+    assert submit.main(["DEVICE=cpu", f"OUT={tmp_path}/run"]) == code
+    assert capfd.readouterr().out.endswith("['job', 'submit', '--address']\n")
 
 
-def client(end: JobStatus | None = None, **fails: Exception) -> Mock:
-    """Return a client of a cluster on which each job ends so, or whose connection fails: ``side_effect=``."""
-
-    async def log(job_id: str):
-        yield f"log of {job_id}\n"
-
-    submit_job = Mock(return_value="job-1", **fails)
-    get_address, get_job_status = Mock(return_value=HEAD), Mock(return_value=end)
-    return Mock(submit_job=submit_job, get_address=get_address, tail_job_logs=log, get_job_status=get_job_status)
-
-
-def test_exit_code_is_the_jobs(capsys):
-    assert submit.submit(client(JobStatus("FAILED")), SUBMISSION) == 1
-    capsys.readouterr()
-    assert submit.submit(client(JobStatus("SUCCEEDED")), SUBMISSION) == 0
-    assert capsys.readouterr().out.splitlines()[1:] == ["log of job-1"]
-
-
-@pytest.mark.parametrize("error", [requests.ConnectionError("Connection\naborted"), aiohttp.ServerDisconnectedError()])
-def test_head_that_fails_or_is_silent_is_reported_in_one_line(error, monkeypatch):
-    with pytest.raises(Refused, match=f"^RAY_ADDRESS={HEAD}: no Ray cluster answers there ") as refusal:
-        with submit.cluster_errors(HEAD):
-            submit.submit(client(side_effect=error), SUBMISSION)
-    assert "\n" not in str(refusal.value)
+def test_dashboard_that_does_not_answer_is_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
-    with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there"):
-        submit.main(submit.parse(["DEVICE=cpu", "OUT=/out"]))
+    with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there") as refusal:
+        submit.main(["DEVICE=cpu", "OUT=/out"])
+    assert "\n" not in str(refusal.value)

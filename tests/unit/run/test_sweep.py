@@ -19,7 +19,7 @@ from verl_precision.paths import PROGRAM
 from verl_precision.run import sweep
 from verl_precision.run.folder import finished as is_finished
 from verl_precision.run.job import parse_job
-from verl_precision.run.sweep import SweepPlan, SweepRun, plan_sweep, run_one, run_sweep, time_left
+from verl_precision.run.sweep import SweepPlan, SweepRun, plan_sweep, run_one, run_sweep
 from verl_precision.spelling import as_options
 
 # Replaces the command run: three quick steps, and in bf16 with seed 1 the second fails.
@@ -56,21 +56,11 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     ]
     assert [str(run) for run in plan.finished] == ["pg_is bf16 seed 2"]
     assert sorted(tmp_path.rglob("*")) == before, "a plan must change nothing"
-    job = parse_job(list(plan.runs[3].words))
+    job = parse_job([f"{name}={value}" for name, value in plan.runs[3].values.items()])
     assert (job.experiment, job.name) == ("sanity_cpu", "pg_is-bf16-seed2")
     assert capsys.readouterr().out == "checking 8 runs\n"
     (run,) = plan_sweep({"DEVICE": "cpu", "RECIPE": "flowrl", "OUT": str(tmp_path)}).runs
     assert (run.objective, run.out) == ("flowrl", tmp_path / "flowrl/fp16-seed1")
-
-
-def test_time_left_is_estimated_from_runs_of_the_same_objective(tmp_path):
-    seconds = {"grpo": 60.0, "ppo": 600.0}
-    done = tuple(SweepRun(name, "fp16", "1", (), tmp_path / name) for name in seconds)
-    for run in done:
-        write(run.out / "summary.json", json.dumps({"wall_s": seconds[run.objective]}).encode())
-    ahead = [SweepRun(name, "fp16", "2", (), tmp_path / f"{name}-2") for name in ("grpo", "pg_is")]
-    assert time_left(done, ahead[:1]) == "1 left, about 1:00"
-    assert time_left(done, ahead[1:]) == "1 left, about 5:30", "of an objective without a finished run: the mean of all"
 
 
 @pytest.mark.parametrize(
@@ -106,11 +96,10 @@ def planned(root: Path) -> SweepPlan:
 
     def run(regime: str, seed: str) -> SweepRun:
         folder = root / f"grpo/{regime}-seed{seed}"
-        words = (f"PRECISION={regime}", f"SEED={seed}", f"OUT={folder}")
-        return SweepRun("grpo", regime, seed, words, folder)
+        return SweepRun("grpo", regime, seed, {"PRECISION": regime, "SEED": seed, "OUT": str(folder)}, folder)
 
-    every = tuple(run(regime, seed) for seed in ("1", "2") for regime in ("fp16", "bf16"))
-    return SweepPlan("sanity_cpu", root, every, tuple(run for run in every if is_finished(run.out)))
+    every = [run(regime, seed) for seed in ("1", "2") for regime in ("fp16", "bf16")]
+    return SweepPlan("sanity_cpu", root, every, [run for run in every if is_finished(run.out)])
 
 
 def test_run_is_started_in_the_folder_of_the_command(tmp_path, replaced, monkeypatch, capsys):

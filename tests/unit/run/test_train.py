@@ -5,9 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -54,15 +52,6 @@ from multiprocessing import resource_tracker, shared_memory
 resource_tracker.register = resource_tracker.unregister = lambda *_: None  # as in a process that is killed
 memory = shared_memory.SharedMemory(create=True, size=4096)
 print("shared", memory.name, flush=True)
-"""
-LEAVES = """
-import socket, tempfile, uuid
-names = [str(uuid.uuid4()), "ckpt_0243bbc8.lock", f"vllm_dist_{uuid.uuid4().hex}"]
-code = f"import socket; from pathlib import Path; folder = Path({tempfile.gettempdir()!r}); names = {names!r}"
-code += "; bound = socket.socket(socket.AF_UNIX); bound.bind(str(folder / names[0]))"
-code += "; [(folder / name).touch() for name in names[1:]]; print('left', folder, *names, flush=True)"
-subprocess.run([sys.executable, "-c", code], check=True, start_new_session=True)
-print("kept", os.environ["RAY_TMPDIR"], os.environ["TORCHINDUCTOR_CACHE_DIR"], flush=True)
 """
 INTERRUPTS = "interrupt()"
 FAILS = "raise SystemExit('ValueError: no such thing')"
@@ -191,26 +180,6 @@ def test_shared_memory_is_removed_and_that_of_another_run_is_left(end, run_progr
     (SHARED_MEMORY / theirs).unlink()  # it was left
 
 
-@pytest.mark.parametrize(("end", "code"), [(TRAINS, 0), (f"watched()\n{DIES}time.sleep(600)", 1), (INTERRUPTS, 130)])
-def test_temporary_files_of_a_run_are_removed_and_others_are_left(end, code, monkeypatch, tmp_path):
-    """They are sockets of vLLM, its rendezvous files and verl's locks, of processes that may have ended."""
-    monkeypatch.setattr(train, "DEAD_S", 0.1)
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    monkeypatch.setattr(Job, "command", lambda *_: program(LEAVES, end))
-    job, config = parse_job(["DEVICE=cpu"]), SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
-    record = start_record(job, tmp_path, 2)
-    with tempfile.TemporaryDirectory() as usual, lock(tmp_path) as log:  # tmp_path is too long for a socket
-        monkeypatch.setattr(tempfile, "tempdir", usual)
-        Path(usual, "ckpt_1.lock").touch()  # of another run
-        assert train.train(job, config, tmp_path, record, log)[0] == code
-        assert os.listdir(usual) == ["ckpt_1.lock"]
-    lines = [line.split() for line in (tmp_path / "train.log").read_text().splitlines()]
-    ((_, folder, *names),) = (line for line in lines if line[:1] == ["left"])
-    ((_, ray, inductor),) = (line for line in lines if line[:1] == ["kept"])
-    assert len(names) == 3 and os.path.dirname(folder) == ray == os.path.dirname(inductor) == usual
-    assert os.path.basename(inductor).startswith("torchinductor_")
-
-
 NODE = "second (10.0.0.3)"
 
 
@@ -226,7 +195,7 @@ NODE = "second (10.0.0.3)"
         # a cluster that may notice late which nodes it has lost, or whose head is lost
         ([FAILS, TRAINS], [[], [NODE]], 0, f"lost node {NODE} after step 0 of 2"),
         ([LOSES_A_WORKER, TRAINS], [[], [NODE]], 0, f"lost node {NODE} after step 0 of 2"),
-        ([LOSES_A_WORKER, TRAINS], [[]], 0, f"lost a worker (pid 207) on node {NODE} after step 0 of 2"),
+        ([LOSES_A_WORKER, TRAINS], [[]], 0, "lost a worker (pid 207) on node 10.0.0.3 after step 0 of 2"),
         ([FAILS], [Refused("no Ray cluster answers")], 75, "ValueError: no such thing"),
     ],
 )
@@ -270,14 +239,12 @@ def test_death_of_a_process_is_shown_before_what_it_led_to(parts, first, tmp_pat
 
 def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monkeypatch):
     """What is written while the run goes on counts: the command may be killed. Of a cluster the memory is not known."""
-    shared = []
 
     def train_once(command, environment, log, progress, watchdog, note) -> dict:
         assert not (tmp_path / "summary.json").exists()
         assert json.loads((tmp_path / "run.json").read_text())["wall_s"] == 150
         note(1.0)
         assert json.loads((tmp_path / "run.json").read_text()) == record and record["wall_s"] > 150
-        shared.append(watchdog.reader.shared_ray)
         return {}
 
     monkeypatch.setattr(train, "train_once", train_once)
@@ -287,9 +254,8 @@ def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monke
         shown = RunProgress(tmp_path, 2)
         shown.started -= 50  # an attempt before, whose time the record has
         record = {"wall_s": 150.0, "peak_memory_gib": peak_gib}
-        train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, None, shown)
+        train.attempt(parse_job(["DEVICE=cpu"]), tmp_path, record, None, shown, train.Watchdog(DeathReader()))
         assert 150 < record["wall_s"] < 170 and record["peak_memory_gib"] == peak_gib
-    assert shared == [False, True]
 
 
 def test_process_whose_memory_may_not_be_read_is_left_out(monkeypatch):

@@ -8,30 +8,19 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 NAME = re.compile(r"\$\{(\w+)\}")
 PLACE = re.compile(rf"'([^'\n]*{NAME.pattern}[^'\n]*)'|{NAME.pattern}")
 
 
-def fill(text: str, values: Mapping[str, str]) -> str:
-    """Return ``text`` with every ``${NAME}`` filled in; what a value itself contains stays as it is.
-
-    Raises:
-        KeyError: a name is not among ``values``.
-        ValueError: a bare one is not a whole number.
-    """
-
-    def value(place: re.Match) -> str:
-        if place[1] is None:
-            return str(int(values[place[3]]))
-        return json.dumps(
-            NAME.sub(lambda name: values[name[1]], place[1]), ensure_ascii=False
-        )  # YAML joins no surrogates
-
-    return PLACE.sub(value, text)
+def fill(place: re.Match) -> str:
+    """Return what replaces a quoted or bare name; what a value itself contains stays as it is."""
+    if place[1] is None:
+        return str(int(os.environ[place[3]]))
+    text = NAME.sub(lambda name: os.environ[name[1]], place[1])
+    return json.dumps(text, ensure_ascii=False)  # YAML joins no surrogates
 
 
 if __name__ == "__main__":
-    print(fill(Path(sys.argv[1]).read_text(), os.environ), end="")
+    print(PLACE.sub(fill, Path(sys.argv[1]).read_text()), end="")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from verl_precision.facts.gpus import find_gpus
-from verl_precision.run.presets import flash_attention_missing, oldest
+from verl_precision.run.machine import flash_attention_missing, oldest
 
 CASES = (
     *("dtype_per_hop", "agreement", "faults_actor", "faults_actor_fused", "faults_critic", "storm"),

@@ -16,7 +16,7 @@ from verl_precision.paths import CONFIGS, REPO
 from verl_precision.report.figures import COLORS
 from verl_precision.run.job import compose as compose_job
 from verl_precision.run.job import parse_job
-from verl_precision.run.presets import FLASH_ATTENTION, PRESETS
+from verl_precision.run.machine import FLASH_ATTENTION, PRESETS
 from verl_precision.words import options
 
 # configs/amp and configs/launch are no Hydra configs

@@ -34,7 +34,7 @@ def environment(tmp_path, monkeypatch):
     (tmp_path / "requirements/cpu.torch").write_text("torch==1\n")
     (tmp_path / "requirements/cpu.lock").write_text("verl==1\n")
     monkeypatch.setattr(setup_env, "apply", lambda root: [f"patched {root}"])
-    monkeypatch.setattr(setup_env, "install", lambda environment: None)
+    monkeypatch.setattr(setup_env, "install", lambda environment, files: None)
     run = subprocess.run
 
     def make_venv(command, **options):
@@ -124,29 +124,29 @@ def uv(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "flash_attn", "expected"),
     [
-        ("cpu", "no", ["-r cpu.torch -c cpu.lock --index https://torch", "--no-deps -r cpu.lock"]),
-        ("cuda", "", ["--no-deps -r cuda.lock", "--no-deps --no-build-isolation -r cuda.flash-attn"]),
-        ("cuda", "no", ["--no-deps -r cuda.lock"]),
+        ("cpu", "no", ["-r cpu.torch -c cpu.lock --index https://torch", "-r cpu.lock --no-deps"]),
+        ("cuda", "", ["-r cuda.lock --no-deps", "-r cuda.flash-attn --no-deps --no-build-isolation"]),
+        ("cuda", "no", ["-r cuda.lock --no-deps"]),
     ],
 )
 def test_locks_are_installed_without_further_packages(monkeypatch, uv, name, flash_attn, expected):
     monkeypatch.setenv("FLASH_ATTN", flash_attn)
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
     environment = setup_env.ENVIRONMENTS[name]
-    setup_env.install(environment)
+    setup_env.install(environment, setup_env.requested(environment))
     assert uv.calls == [f"install --python {environment.python} {words}" for words in expected]
 
 
 def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch, uv):
     uv.fails = "cuda.flash-attn"
-    with pytest.raises(Refused, match="^cuda.flash-attn: could not be built; FLASH_ATTN=no leaves flash-attn out"):
-        setup_env.install(setup_env.ENVIRONMENTS["cuda"])
+    with pytest.raises(Refused, match="^cuda.flash-attn: could not be installed; FLASH_ATTN=no leaves flash-attn out"):
+        setup_env.install(setup_env.ENVIRONMENTS["cuda"], ["cuda.lock", "cuda.flash-attn"])
     monkeypatch.setenv("FLASH_ATTN", "maybe")
     with pytest.raises(Refused, match="^FLASH_ATTN=maybe: must be one of yes, no"):
         setup_env.requested(setup_env.ENVIRONMENTS["cuda"])
     monkeypatch.delenv("FLASH_ATTN")
     monkeypatch.setenv("WHEELHOUSE", "/wheels")
-    assert [file.name for file in setup_env.requested(setup_env.ENVIRONMENTS["cuda"])] == ["cuda.lock"]
+    assert setup_env.requested(setup_env.ENVIRONMENTS["cuda"]) == ["cuda.lock"]
 
 
 def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path, tmp_path):

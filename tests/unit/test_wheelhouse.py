@@ -41,7 +41,7 @@ def test_wheels_become_an_environment_without_an_index(checkout, monkeypatch):
     subprocess.run([python, "-c", "import antlr4, zipp, markupsafe._speedups"], check=True)
 
     (checkout / "requirements/workers.lock").write_text("markupsafe==3.0.2\n")
-    with pytest.raises(Refused, match=f"Python {VERSION}: not all of .venv-workers could be installed from it"):
+    with pytest.raises(Refused, match=f"could not be installed from WHEELHOUSE=.*, with python{VERSION}"):
         setup_env.setup("workers", sys.executable)
     assert not setup_env.ENVIRONMENTS["workers"].ready, "packed from other requirements"
 

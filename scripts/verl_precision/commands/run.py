@@ -31,7 +31,8 @@ from verl_precision.run.folder import checkpoint_step, choose_folder, finished_a
 from verl_precision.run.job import VARIABLES as VARIABLES  # its options
 from verl_precision.run.job import Job, compose
 from verl_precision.run.job import parse_job as parse
-from verl_precision.run.presets import fit_to_gpus
+from verl_precision.run.log import reports
+from verl_precision.run.machine import fit_to_gpus
 from verl_precision.run.summary import summarize, summary_table
 from verl_precision.run.validation import validate
 from verl_precision.spelling import as_options
@@ -95,15 +96,15 @@ def run(words: list[str]) -> int:
 
     out.mkdir(parents=True, exist_ok=True)
     with lock(out) as log:
+        begun = log.tell()
         if not checkpoint_step(out):
             record |= {"wall_s": 0.0, "peak_memory_gib": None if job.cluster else 0.0}
         print(job.shell_line(out), end="\n\n")
-        code, reports = train(job, config, out, record, log)
-        data = merge_metrics(out)
-
-    if code:
-        return code
-    summary = summarize(job, record, data, reports)
+        if code := train(job, config, out, record, log):
+            return code
+        with open(log.name) as written:
+            written.seek(begun)
+            summary = summarize(job, record, merge_metrics(out), reports(written))
     write_json(out / "summary.json", summary)
     print(f"\n{summary_table(summary)}\n")
     for name in ("summary.json", "metrics.jsonl", "train.log"):

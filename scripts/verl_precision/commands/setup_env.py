@@ -26,6 +26,7 @@ from verl_precision.uv import find_uv
 from verl_precision.words import Parser, one_of
 
 PYTHONS = ("3.11", "3.12")  # for which the locks are resolved
+FLASH_ATTN = "cuda.flash-attn"
 
 
 class Environment(NamedTuple):
@@ -60,7 +61,7 @@ class Environment(NamedTuple):
 
 ENVIRONMENTS = {
     "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, about a minute"),
-    "cuda": Environment(".venv-cuda", ("cuda.lock", "cuda.flash-attn"), "flash-attn is compiled unless FLASH_ATTN=no"),
+    "cuda": Environment(".venv-cuda", ("cuda.lock", FLASH_ATTN), "flash-attn is compiled unless FLASH_ATTN=no"),
     "workers": Environment(".venv-workers", ("cpu.torch", "workers.lock"), "2 GB on disk, a minute", patched=False),
 }
 
@@ -86,19 +87,13 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
             if not any(wheels.glob("*.whl")):
                 raise Refused(f"WHEELHOUSE={wheelhouse}: contains no wheels")
             os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}  # of pip and, by find_uv, of uv
-        files = " and ".join(file.name for file in requested(environment))
-        print(f"setting up {environment.folder} from {files}: {environment.cost}, once", flush=True)
+        files = requested(environment)
+        print(f"setting up {environment.folder} from {' and '.join(files)}: {environment.cost}, once", flush=True)
         if advice:
             print(advice, flush=True)
         subprocess.run([base, "-m", "venv", "--clear", environment.path], check=True)
         (environment.path / "site-packages").symlink_to(f"lib/python{version}/site-packages")
-        try:
-            install(environment)
-        except subprocess.CalledProcessError as error:  # uv has printed which wheel is missing
-            if not wheelhouse:
-                raise
-            named = f"WHEELHOUSE={wheelhouse} with Python {version}"
-            raise Refused(f"{named}: not all of {environment.folder} could be installed from it") from error
+        install(environment, files)
         stamp.touch()
     if environment.patched and patch:
         for line in apply(environment.path / "site-packages"):
@@ -106,12 +101,11 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
     return environment.python
 
 
-def requested(environment: Environment) -> list[Path]:
+def requested(environment: Environment) -> list[str]:
     """Return the files to install the environment from: FLASH_ATTN=no leaves that of flash-attn out."""
     default = "no" if os.environ.get("WHEELHOUSE") else "yes"
     wanted = one_of({"FLASH_ATTN": os.environ.get("FLASH_ATTN") or default}, "FLASH_ATTN", ["yes", "no"], default)
-    files = [REPO / "requirements" / name for name in environment.requirements]
-    return [file for file in files if wanted == "yes" or file.suffix != ".flash-attn"]
+    return [name for name in environment.requirements if wanted == "yes" or name != FLASH_ATTN]
 
 
 def find_python(candidates: list[str | Path]) -> tuple[str, str]:
@@ -127,20 +121,23 @@ def find_python(candidates: list[str | Path]) -> tuple[str, str]:
     raise Refused(f"{named}Python 3.11 or 3.12 is needed; install it, or name it: make PYTHON=/path/to/python3.12")
 
 
-def install(environment: Environment) -> None:
-    """Install the requirements of an environment with uv."""
-    uv, into = find_uv(environment.python), ["--python", environment.python]
-    for file in requested(environment):
-        if file.suffix == ".torch":  # first, with the lock as constraints, from an index of torch's builds
-            lock, index = REPO / "requirements" / environment.requirements[1], os.environ.get("TORCH_INDEX_URL")
-            uv.pip("install", *into, "-r", file, "-c", lock, *(["--index", index] if index else []))
-        elif file.suffix == ".lock":
-            uv.pip("install", *into, "--no-deps", "-r", file)
-        else:
-            try:
-                uv.pip("install", *into, "--no-deps", "--no-build-isolation", "-r", file)
-            except subprocess.CalledProcessError as error:
-                raise Refused(f"{file.name}: could not be built; FLASH_ATTN=no leaves flash-attn out") from error
+def install(environment: Environment, files: list[str]) -> None:
+    """Install these files of requirements/ with uv. Refuse one of which uv, which prints why, cannot install all."""
+    uv, folder = find_uv(environment.python), REPO / "requirements"
+    index = os.environ.get("TORCH_INDEX_URL")
+    options = {  # torch comes first, from an index of torch's builds, with the lock as constraints
+        ".torch": ["-c", folder / environment.requirements[1], *(["--index", index] if index else [])],
+        ".lock": ["--no-deps"],
+        ".flash-attn": ["--no-deps", "--no-build-isolation"],
+    }
+    for name in files:
+        try:
+            uv.pip("install", "--python", environment.python, "-r", folder / name, *options[Path(name).suffix])
+        except subprocess.CalledProcessError as error:
+            why = "; FLASH_ATTN=no leaves flash-attn out" if name == FLASH_ATTN else ""
+            if wheelhouse := os.environ.get("WHEELHOUSE"):
+                why = f" from WHEELHOUSE={wheelhouse}, with {environment.python.resolve().name}"
+            raise Refused(f"{name}: could not be installed{why}") from error
 
 
 def main(words: list[str]) -> int:

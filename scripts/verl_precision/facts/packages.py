@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from collections.abc import Iterable
+from importlib import metadata
 from pathlib import Path
 
 from verl_precision.errors import Refused
@@ -21,6 +22,16 @@ def package_folder(name: str, site: Path | None = None) -> Path | None:
 def installed_verl() -> Path:
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     return Path(verl)
+
+
+def verl_version(package: Path) -> str:
+    """Return the version of the verl in a package folder; another tree may precede the installed distribution."""
+    return (package / "version" / "version").read_text().strip()
+
+
+def version(name: str) -> str | None:
+    """Return the version of the first distribution of this name on the path; None if there is none."""
+    return next((each.version for each in metadata.distributions(name=name)), None)
 
 
 def missing_packages(names: Iterable[str]) -> list[str]:

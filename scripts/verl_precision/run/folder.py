@@ -87,19 +87,14 @@ def start_record(job: Job, out: Path, steps: int) -> dict:
             advice = "repeat its settings, choose another OUT or remove that folder"
             raise Refused(f"{name}={value}: {out} contains a run with {name}={recorded}; {advice}")
     if finished(out) and steps <= record["steps"]:
-        raise Refused(
-            f"STEPS={steps}: {out} contains a finished run of {record['steps']}; set more steps, or another OUT"
-        )
-    if steps < checkpoint_step(out):
-        raise Refused(f"STEPS={steps}: {out} is already at step {checkpoint_step(out)}; set more, or another OUT")
+        raise Refused(f"STEPS={steps}: {out} contains a finished run of {record['steps']}; set more, or another OUT")
+    if steps < (step := checkpoint_step(out)):
+        raise Refused(f"STEPS={steps}: {out} is already at step {step}; set more, or another OUT")
     return record | {"steps": steps}
 
 
 def lock(out: Path) -> TextIO:
-    """Open ``train.log`` for appending and lock it while this process or a child that inherits it lives.
-
-    Refuse a folder that another run has locked.
-    """
+    """Open ``train.log`` for appending, locked while this process or a child that inherits it lives, or refuse."""
     log = (out / "train.log").open("a")
     try:
         fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)

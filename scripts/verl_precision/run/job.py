@@ -84,7 +84,7 @@ class Job:
     cluster: str | None = None  # RAY_ADDRESS: the running Ray cluster; without one verl starts Ray here
     retries: int = 0
     carry: bool = True
-    gpu_overrides: tuple[str, ...] = ()  # what the GPUs of this machine require (presets.py)
+    gpu_overrides: tuple[str, ...] = ()  # what the GPUs of this machine require (machine.py)
 
     @property
     def generated(self) -> Path | None:

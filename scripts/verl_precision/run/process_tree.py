@@ -1,5 +1,6 @@
 """Measure and end ``main_ppo`` and every process that it starts, whatever session Ray and vLLM put them in."""
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
@@ -26,7 +27,6 @@ class ProcessTree:
         self.known = {self.root}
         self.peak_gib = 0.0
         self.earlier, self.shared = earlier, set()
-        self.foreign: set[Path] = set()  # new files that no process of this run mapped
 
     def alive(self) -> set[psutil.Process]:
         """Return all known processes and their children that run. A process whose parent has ended stays known."""
@@ -38,46 +38,33 @@ class ProcessTree:
         return set(self.known)
 
     def find_shared(self) -> None:
-        """Add to ``shared`` the new files of shared memory that a process of this run maps.
-
-        Those that none maps, as another run's, are looked up again only by the next ``measure``.
-        """
-        new = set(SHARED_MEMORY.glob("*")) - self.earlier - self.shared - self.foreign
-        if not new:
-            return
-        for process in self.alive():
-            try:
-                maps = Path(f"/proc/{process.pid}/maps").read_text()
-            except OSError:  # it has ended, or belongs to another user
-                continue
-            self.shared |= new & {Path(mapped) for mapped in re.findall(rf"{SHARED_MEMORY}/\S+$", maps, re.M)}
-        self.foreign |= new - self.shared
+        """Add to ``shared`` the new files of shared memory that a process of this run maps; others' stay."""
+        if new := set(SHARED_MEMORY.glob("*")) - self.earlier - self.shared:
+            for process in self.alive():
+                with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+                    maps = Path(f"/proc/{process.pid}/maps").read_text()
+                    self.shared |= new & {Path(mapped) for mapped in re.findall(rf"{SHARED_MEMORY}/\S+$", maps, re.M)}
 
     def measure(self) -> None:
         """Update ``peak_gib`` and ``shared``."""
-        self.foreign.clear()
         self.find_shared()
         size = 0
         for process in self.alive():
-            try:
+            # it has ended, or runs as another user
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 size += process.memory_full_info().pss
-            except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or runs as another user
-                continue
         self.peak_gib = max(self.peak_gib, size / 2**30)
 
     def end(self) -> None:
         """Terminate ``main_ppo``, which takes Ray down, then kill what is left and remove its shared memory."""
-        self.foreign.clear()
         self.find_shared()
         if self.root in self.alive():
             self.root.terminate()
             psutil.wait_procs([self.root], timeout=GRACE_S)
         left = self.alive()
         for process in left:
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(left, timeout=GRACE_S)
         for file in self.shared:
             file.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ LINGERS_S, LINGERS = 600, 3
 
 
 class RunProgress:
-    """Prints the progress of a run. ``data`` are the rows of its training steps, ``shown`` those of this attempt."""
+    """Prints the progress of a run. ``data`` has its training steps; ``shown`` counts those of this attempt."""
 
     def __init__(self, out: Path, steps: int):
         self.out, self.steps = out, steps

@@ -5,9 +5,6 @@ from importlib import metadata
 from statistics import median
 
 from verl_precision.facts.metrics import (
-    CRITIC_LOSS_SCALE,
-    CRITIC_SKIPPED,
-    FLOWRL,
     K3_KL,
     LAST,
     LOSS_SCALE,
@@ -19,11 +16,10 @@ from verl_precision.facts.metrics import (
     metric_values,
     training_rows,
 )
-from verl_precision.facts.packages import installed_verl
+from verl_precision.facts.packages import installed_verl, verl_version
 from verl_precision.facts.regime import computing_dtype, effective_regime
 from verl_precision.format import duration, number
 from verl_precision.run.job import Job
-from verl_precision.run.node_facts import verl_version
 
 
 def agreed(values: list):
@@ -56,10 +52,9 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> 
 
     ``precision`` is ``precision_of``. ``reward_first`` is the mean reward of the first step, ``reward_last`` of the
     last ``LAST`` steps. ``rollout_probs_diff_mean`` and ``k3_kl`` are means over all steps, which an outlier may
-    dominate, hence ``k3_kl_median``. ``loss_scale`` is the last, ``skipped_steps`` the total. ``flowrl`` has the
-    metrics of ``FLOWRL`` that exist: the first step and the mean of the last ``LAST``. ``wall_s`` includes start-up and
-    every interrupted attempt. ``peak_memory_gib`` is the greatest sum of the processes' proportional set sizes (PSS),
-    None on a cluster, whose nodes are not measured.
+    dominate, hence ``k3_kl_median``. ``loss_scale`` is the last, ``skipped_steps`` the total. ``wall_s``
+    includes start-up and every interrupted attempt. ``peak_memory_gib`` is the greatest sum of the processes'
+    proportional set sizes (PSS), None on a cluster, whose nodes are not measured.
     """
     data, reported, verl = training_rows(data), by_role(reports), verl_version(installed_verl())
     distributions = {name: name for name in ("torch", "vllm", "ray", "transformers")}
@@ -78,13 +73,6 @@ def summarize(job: Job, record: dict, data: list[dict], reports: list[dict]) -> 
         "k3_kl_median": median(metric_values(data, K3_KL)) if metric_values(data, K3_KL) else None,
         "loss_scale": next(reversed(metric_values(data, LOSS_SCALE)), None),
         "skipped_steps": metric_total(data, SKIPPED),
-        "critic_loss_scale": next(reversed(metric_values(data, CRITIC_LOSS_SCALE)), None),
-        "critic_skipped_steps": metric_total(data, CRITIC_SKIPPED),
-        "flowrl": {
-            name: {"first": metric_mean(data[:1], metric), "last": metric_mean(data[-LAST:], metric)}
-            for name, metric in FLOWRL.items()
-            if metric_values(data, metric)
-        },
         "wall_s": round(record["wall_s"], 1),
         "peak_memory_gib": record["peak_memory_gib"] and round(record["peak_memory_gib"], 2),
         "effective_dtypes": {role: agreed(dtypes) for role, dtypes in reported.items()},
@@ -103,12 +91,8 @@ def summary_table(summary: dict) -> str:
         "mismatch": f"rollout_probs_diff_mean {number(probs, '.2e')}, k3_kl {number(k3, '.2e')} (run means)",
         "time, memory": f"{duration(summary['wall_s'])} min, {number(peak, '.1f')} GiB at the peak",
     }
-    for name, value in summary["flowrl"].items():
-        lines[name] = f"{number(value['first'])} at the first step, {number(value['last'])} mean of the last {over}"
-    for name, prefix in (("loss scale", ""), ("critic's", "critic_")):
-        scale, skipped = summary[f"{prefix}loss_scale"], summary[f"{prefix}skipped_steps"]
-        if scale is not None:
-            lines[name] = f"{scale:g} at the end, {skipped} steps skipped"
+    if summary["loss_scale"] is not None:
+        lines["loss scale"] = f"{summary['loss_scale']:g} at the end, {summary['skipped_steps']} steps skipped"
     for role, report in summary["effective_dtypes"].items():
         alike = isinstance(report, dict)
         text = ", ".join(f"{k} {v}" for k, v in report.items()) if alike else "its workers differ: see summary.json"

@@ -15,10 +15,9 @@ from verl_precision.paths import WORK
 from verl_precision.process import ignore_signals, interrupt_on_signals, start_child
 from verl_precision.run import cluster
 from verl_precision.run.cluster_query import NOTICED_S
-from verl_precision.run.deaths import Death, DeathReader
 from verl_precision.run.folder import checkpoint_step
 from verl_precision.run.job import Job
-from verl_precision.run.log import errors, reports, short
+from verl_precision.run.log import Death, DeathReader, errors, short
 from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
 
@@ -66,22 +65,19 @@ def train_once(
         note: is called every ``MEASURE_S`` and at the end with the greatest memory so far, in GiB.
 
     Returns:
-        ``code``, the exit code, None if interrupted; ``death``, which made it necessary to end it; the workers'
-        ``reports``; the log's ``tail``.
+        ``code``, the exit code, None if interrupted; ``death``, which made it necessary to end it; the log's ``tail``.
     """
     earlier = set(SHARED_MEMORY.glob("*"))
     process = start_child(command, WORK, os.environ | environment, log)
-    tree, code, worker_reports, tail = ProcessTree(process, earlier), None, [], deque(maxlen=TAIL)
-    rest, measured, death = "", 0.0, None
+    tree, tail, rest = ProcessTree(process, earlier), deque(maxlen=TAIL), ""
+    code, death, measured = None, None, 0.0
     with open(log.name) as written:
         written.seek(log.tell())
         try:
             while code is None:
                 time.sleep(POLL_S)
                 code = process.poll()
-                tree.find_shared()  # often, because what a process mapped is unknown once it was killed
                 *complete, rest = (rest + written.read()).split("\n")
-                worker_reports += reports(complete)
                 tail += complete
                 progress.update(complete)
                 overdue = watchdog.overdue(complete, progress)
@@ -99,7 +95,7 @@ def train_once(
             ignore_signals()
             tree.end()
             note(tree.peak_gib)
-    return {"code": code, "death": death, "reports": worker_reports, "tail": list(tail)}
+    return {"code": code, "death": death, "tail": list(tail)}
 
 
 def attempt(
@@ -151,7 +147,8 @@ def how_it_ended(result: dict, death: Death | None) -> tuple[str, list[str]]:
 def find_loss(job: Job, out: Path, record: dict, lost_worker: str | None) -> str | None:
     """Describe the nodes that a run lost, or else its ``lost_worker``; None if the failure is its own.
 
-    Refused is raised if the head of the cluster does not answer.
+    Raises:
+        Refused: the head of the cluster does not answer.
     """
     until = time.monotonic() + NOTICED_S
     while job.cluster:
@@ -162,19 +159,15 @@ def find_loss(job: Job, out: Path, record: dict, lost_worker: str | None) -> str
     return lost_worker
 
 
-def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> tuple[int, list[dict]]:
-    """Train to the last step, through the loss of workers and nodes, and show the progress.
-
-    Returns:
-        The exit code of the command, and the workers' reports if it is 0.
-    """
+def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) -> int:
+    """Train to the last step, through the loss of workers and nodes. Show the progress and return the exit code."""
     steps = config.trainer.total_training_steps
     progress = RunProgress(out, steps)
     for left in reversed(range(job.retries + 1)):
         watchdog = Watchdog(DeathReader(shared_ray=job.cluster is not None))
         result, reached = attempt(job, out, record, log, progress, watchdog)
         if result["code"] == 0 and reached >= steps:
-            return 0, result["reports"]
+            return 0
         saved = checkpoint_step(out)
         again = f"the same command {f'resumes after step {saved}' if saved else 'starts from the beginning'}"
         try:
@@ -186,7 +179,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
             print("\n".join(f"  {line}" for line in why), flush=True)
             loss = find_loss(job, out, record, watchdog.reader.lost) if job.cluster or job.retries else None
             if not loss:
-                return 1, []
+                return 1
             progress.print(f"lost {loss} after step {reached} of {steps}")
             if not left:
                 raise Refused(f"RETRIES={job.retries}: no retry is left")
@@ -194,7 +187,7 @@ def train(job: Job, config: "DictConfig", out: Path, record: dict, log: TextIO) 
                 record |= cluster.admit(job, config, out, wait_s=REJOIN_S)
         except Refused as refusal:
             progress.print(f"gave up: {refusal}; {again}")
-            return GAVE_UP, []
+            return GAVE_UP
         except KeyboardInterrupt:
             progress.print(f"ended; {again}")
-            return 130, []
+            return 130

@@ -32,7 +32,7 @@ from verl_precision.patch.apply import apply
 from verl_precision.patch.stack import load_stack
 from verl_precision.patch.wheels import unpacked_wheel
 from verl_precision.paths import CONFIGS
-from verl_precision.run.presets import PRESETS
+from verl_precision.run.machine import PRESETS
 from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
 
 NEW = [NEWEST]

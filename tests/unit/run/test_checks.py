@@ -18,10 +18,10 @@ from verl_precision.errors import Refused
 from verl_precision.facts import gpus
 from verl_precision.facts.gpus import Gpu, has_kernels, query_gpus
 from verl_precision.paths import REPO
-from verl_precision.run import machine, presets
+from verl_precision.run import machine
 from verl_precision.run.checks import check_start
 from verl_precision.run.job import Job, compose, parse_job
-from verl_precision.run.presets import check_gpus, fit_to_gpus
+from verl_precision.run.machine import check_gpus, fit_to_gpus
 from verl_precision.words import options
 
 T4 = Gpu("Tesla T4", (7, 5), bf16=False, kernels=True)
@@ -194,8 +194,8 @@ def on_gpus(monkeypatch) -> Callable[..., Job]:
     """``on_gpus([(7, 5)], "PRECISION=bf16", flash_attn=False)``: a job on a machine with such GPUs, and its line."""
 
     def on(capabilities: list[tuple[int, int]], *words: str, flash_attn: bool = True) -> tuple[Job, str]:
-        monkeypatch.setattr(presets, "find_gpus", lambda: tuple(map(a_gpu, capabilities)))
-        monkeypatch.setattr(presets, "flash_attn_installed", lambda: flash_attn)
+        monkeypatch.setattr(machine, "find_gpus", lambda: tuple(map(a_gpu, capabilities)))
+        monkeypatch.setattr(machine, "flash_attn_installed", lambda: flash_attn)
         return fit_to_gpus(replace(parse_job(["DEVICE=cpu", *words]), device="cuda"))
 
     return on
@@ -229,8 +229,8 @@ def test_preset_of_the_oldest_gpu_and_the_attention_that_runs_there(
 
 def test_every_preset_has_its_capability_and_the_highest_comes_first():
     """``preset_of`` takes the first one that a GPU reaches."""
-    assert {*presets.PRESETS} == {*options("device")} - {"cpu"}
-    capabilities = [*presets.PRESETS.values()]
+    assert {*machine.PRESETS} == {*options("device")} - {"cpu"}
+    capabilities = [*machine.PRESETS.values()]
     assert capabilities == sorted(capabilities, reverse=True)
 
 

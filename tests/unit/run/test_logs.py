@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_precision.run.deaths import Death, DeathReader
-from verl_precision.run.log import errors
+from verl_precision.run.log import Death, DeathReader, errors
 
 
 def recorded(name: str) -> list[str]:

@@ -238,8 +238,3 @@ def test_progress_is_one_line_with_flowrls_metrics():
     assert progress_line(untimed, 40).endswith("  skipped -  - s/step  left -")
     flowrl = "k3 2.0e-07  log_z -0.5  delta_std 13.8  distinct_right_answers 1.25  loss scale 32768"
     assert flowrl in progress_line(rows(2, **FLOWRL), 2)
-    summary = summary_of(rows(2, **FLOWRL), [ACTOR], "RECIPE=flowrl")
-    assert summary["recipe"] == "flowrl" and summary["flowrl"]["delta_std"] == {"first": 13.81, "last": 13.81}
-    longer = [row | {"data": row["data"] | FLOWRL | {"actor/flowrl/log_z": float(row["step"])}} for row in rows(9)]
-    assert summary_of(longer, [ACTOR], "RECIPE=flowrl")["flowrl"]["log_z"] == {"first": 1.0, "last": 7.0}
-    assert "log_z                  -0.5 at the first step, -0.5 mean of the last 2" in summary_table(summary)

@@ -17,9 +17,9 @@ from verl_precision.errors import Refused
 from verl_precision.facts.metrics import REWARD, SECONDS
 from verl_precision.files import write_json
 from verl_precision.run import process_tree, progress, train
-from verl_precision.run.deaths import DeathReader
 from verl_precision.run.folder import lock, start_record
 from verl_precision.run.job import Job, parse_job
+from verl_precision.run.log import DeathReader, reports
 from verl_precision.run.process_tree import SHARED_MEMORY, ProcessTree
 from verl_precision.run.progress import RunProgress
 
@@ -109,7 +109,7 @@ def run_program(tmp_path) -> Callable[..., dict]:
 def test_line_that_is_written_in_two_parts_is_read_as_one(run_program):
     report = '(WorkerDict pid=1) [verl-precision] {"role": "actor"}'
     first, second = (f"print({part!r}, end='', flush=True)" for part in (report[:30], report[30:] + "\n"))
-    assert run_program(first, "watched()", second)["reports"] == [{"role": "actor"}]
+    assert reports(run_program(first, "watched()", second)["tail"]) == [{"role": "actor"}]
 
 
 def test_resumed_run_shows_its_own_steps_and_ends_with_the_last(tmp_path, capsys):
@@ -211,7 +211,7 @@ def test_only_a_lost_worker_or_node_is_retried(programs, answers, code, message,
     config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
     record = start_record(job, tmp_path, 2) | admitted
     with lock(tmp_path) as log:
-        assert train.train(job, config, tmp_path, record, log)[0] == code
+        assert train.train(job, config, tmp_path, record, log) == code
     assert left == [] and message in capsys.readouterr().out
 
 
@@ -232,7 +232,7 @@ def test_death_of_a_process_is_shown_before_what_it_led_to(parts, first, tmp_pat
     job, config = parse_job(["DEVICE=cpu"]), SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
     record = start_record(job, tmp_path, 2)
     with lock(tmp_path) as log:
-        assert train.train(job, config, tmp_path, record, log) == (1, [])
+        assert train.train(job, config, tmp_path, record, log) == 1
     shown = capsys.readouterr().out.partition("all output: ")[2].splitlines()[1:]
     assert shown == [f"  {first}", "  RuntimeError: Sync replay buffer selected no trajectories"]
 

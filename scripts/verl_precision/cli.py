@@ -72,34 +72,10 @@ PROBE = (*MODEL, "omegaconf", "numpy")
 CONFIG = ("verl", "hydra", "omegaconf", "torch", "ray", "tensordict", "transformers")  # what verl itself imports
 JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
-
-COMMANDS = {
-    "Patch verl or OAT": {
-        "apply": patching("apply the patches to a tree"),
-        "unapply": patching("remove the patches and restore every file exactly"),
-        "status": patching("report which release a tree contains, and whether it is patched"),
-        "drift": patching("list the patched files that differ from the closest release"),
-        "port": patching("port the patches to another release"),
-    },
-    "Choose a regime": {
-        "doctor": Command("report the dtype of each hop of a job, before it starts or while it runs"),
-        "preflight": setting("predict the effect of fp16 on a model", MODEL),
-        "probe": setting("measure the mismatch of a model in every regime, before training", PROBE),
-        "recommend": setting("preflight and probe, then one answer", PROBE),
-        "plan-memory": setting("plan the GPU memory of a job, without a GPU", CONFIG, "plan_memory"),
-    },
-    "Train and compare": {
-        "run": setting(
-            "train with verl in a regime",
-            JOB,
-            check="check the run, and start and write nothing",
-            check_each='the same for each object of a JSON list on stdin, such as {"STEPS": "8"}',
-        ),
-        "submit": setting("train on a running Ray cluster", JOB, dry_run="print what would be submitted"),
-        "compare": setting("train and compare regimes, or compare existing runs", REPORT),
-        "report": setting("rebuild a report from the runs in its folder", REPORT),
-        "collapse": setting("train a model that bf16 destroys and fp16 trains", (*JOB, *REPORT)),
-    },
+NEEDS = {
+    **{"preflight": MODEL, "probe": PROBE, "recommend": PROBE, "plan-memory": CONFIG, "run": JOB},
+    **{"submit": JOB, "compare": REPORT, "report": REPORT},
+    "verify-gpu": ("torch",),
 }
 # Options without a value of the commands that have VARIABLES: their names in ``main``, and help.
 FLAGS = {

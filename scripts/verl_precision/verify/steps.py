@@ -21,7 +21,7 @@ from verl_precision.files import read_jsonl
 from verl_precision.paths import ARITHMETIC, PROGRAM, REPO, SCRIPTS
 from verl_precision.process import start_child
 from verl_precision.run.job import parse_job
-from verl_precision.run.machine import fit_to_gpus
+from verl_precision.run.machine import fit_to_gpus, oldest
 from verl_precision.spelling import as_options
 from verl_precision.words import options
 

@@ -73,7 +73,7 @@ def trained(tmp_path, monkeypatch) -> Callable[[], tuple[int, dict]]:
     monkeypatch.setattr(Job, "generate_command", lambda _: [sys.executable, "-c", ""])
     records = []
     monkeypatch.setattr(train, "train", lambda job, config, out, record, log: records.append(record) or 75)
-    return lambda: (run.run([*SANITY, f"OUT={tmp_path / 'out'}"]), records[0])
+    return lambda: (run.run(run.parse([*SANITY, f"OUT={tmp_path / 'out'}"])), records[0])
 
 
 @pytest.mark.parametrize(("checkpoint", "wall_s"), [(0, 0.0), (2, 100.0)])

@@ -39,7 +39,7 @@ def test_job_carries_patched_verl_and_its_part_of_this_checkout(job, trees, impo
     assert json.loads(runtime_env) == carried and not list(scratch.rglob("__pycache__"))
     assert sorted(path.name for path in scratch.iterdir()) == ["configs", "patches", "recipes", "scripts"]
     _, program, name, *settings = entrypoint  # accepted there by a Python without packages
-    assert shlex.split(parse(name, settings)[0]["ARGS"]) == list(job.args)
+    assert parse(name, settings)[0].args == job.args
     subprocess.run([sys.executable, "-S", program, name, "--help"], cwd=scratch, check=True, capture_output=True)
 
 
@@ -108,12 +108,12 @@ def test_exit_code_is_the_jobs(code, validated_here, tmp_path, monkeypatch, capf
     monkeypatch.setenv("RAY_ADDRESS", HEAD)
     monkeypatch.setattr(submit, "RAY", (sys.executable, "-c", program))
     monkeypatch.setattr(submit, "check_dashboard", lambda address: None)
-    assert submit.main(["DEVICE=cpu", f"OUT={tmp_path}/run"]) == code
+    assert submit.main(submit.parse(["DEVICE=cpu", f"OUT={tmp_path}/run"])) == code
     assert capfd.readouterr().out.endswith("['job', 'submit', '--address']\n")
 
 
 def test_dashboard_that_does_not_answer_is_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "http://127.0.0.1:1")
     with pytest.raises(Refused, match="^RAY_ADDRESS=http://127.0.0.1:1: no Ray cluster answers there") as refusal:
-        submit.main(["DEVICE=cpu", "OUT=/out"])
+        submit.main(submit.parse(["DEVICE=cpu", "OUT=/out"]))
     assert "\n" not in str(refusal.value)

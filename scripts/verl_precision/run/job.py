@@ -239,7 +239,7 @@ def compose(job: Job, out: Path) -> "DictConfig":
     try:
         return compose_config(installed_verl() / "trainer/config", job.overrides(out))
     except Uncomposable as error:
-        raise configuration_refusal(job, error.with_advice) from error
+        raise configuration_refusal(job, str(error)) from error
 
 
 def configuration_refusal(job: Job, why: str) -> Refused:

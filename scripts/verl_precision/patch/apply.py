@@ -208,7 +208,6 @@ def drop_compiled(target: Target, path: str) -> None:
 
 
 def bytecode(path: Path) -> list[Path]:
-    """Return the bytecode files of the module ``path``, one for each version of Python."""
     return list((path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"))
 
 

@@ -111,9 +111,11 @@ def find_target(path: Path, *frameworks: Framework) -> Target:
     if targets:
         names = [target.framework.name for target in targets]
         raise Refused(f"{path} contains {' and '.join(names)}; choose one: --framework {' or '.join(names)}")
-    names = " or ".join(framework.name for framework in frameworks)
-    missing = f"contains no package {names}" if path.is_dir() else "is not a folder"
-    raise Refused(f"{path} {missing}; give a checkout of {names}, an unpacked release or a site-packages folder")
+    names = [framework.name for framework in frameworks]
+    files = " or ".join(f"{name}/__init__.py" for name in names)
+    missing = f"contains no {files}" if path.is_dir() else "is not a folder"
+    kinds = f"a checkout of {' or '.join(names)}, an unpacked release or a site-packages folder"
+    raise Refused(f"{path} {missing}; give {kinds}")
 
 
 def installed_tree(framework: Framework) -> Path:

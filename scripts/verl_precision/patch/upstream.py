@@ -306,7 +306,6 @@ def commit_tree(branch: Branch, parent: str, folder: Path) -> None:
 
 
 def deliver(plan: BranchPlan, folder: Path, verl: Path) -> None:
-    """Copy the branches from the folder into the clone."""
     names = [f"refs/heads/{branch.name}" for branch in plan.branches]
     quiet = ("--quiet", "--no-tags", "--no-write-fetch-head", "--no-auto-maintenance")
     git("fetch", *quiet, "--atomic", str(folder.resolve()), *(f"{name}:{name}" for name in names), cwd=verl)

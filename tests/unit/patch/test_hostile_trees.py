@@ -1,4 +1,4 @@
-"""Trees that others touched: other owners and modes, links and pipes, a lost record, an uninstalled verl, CRLF."""
+"""Trees that others touched: other owners and modes, links and pipes, a lost record, an uninstalled verl."""
 
 import compileall
 import errno

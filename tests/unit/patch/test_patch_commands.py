@@ -18,9 +18,9 @@ from verl_precision.patch.releases import FRAMEWORKS, Release, load_releases
         ("checkout 9.9 tree", "unknown verl release '9.9'; known: 0.9.1"),
         ("check --framework oat --release 9.9", "unknown oat release '9.9'; known: 0.2.3, 0.2.4"),
         ("status missing", "missing is not a folder; give a checkout of verl or oat, an unpacked release or"),
-        ("unapply empty", "empty contains no package verl or oat; give a checkout of verl or oat"),
-        ("apply --framework verl target/numpy", "numpy contains no package verl; give a checkout of verl, an"),
-        ("port --framework oat 0.2.3 empty tree", "empty contains no package oat"),
+        ("unapply empty", "empty contains no verl/__init__.py or oat/__init__.py; give a checkout of verl or oat"),
+        ("apply --framework verl target/numpy", "numpy contains no verl/__init__.py; give a checkout of verl, an"),
+        ("port --framework oat 0.2.3 empty tree", "empty contains no oat/__init__.py"),
         ("port --framework oat 0.2.4 0.2.3 tree", "oat 0.2.4 has no patches to port"),
     ],
 )

@@ -66,7 +66,7 @@ sanity-math: python  ## download the 1460 MATH problems of the sanity test and w
 verify-gpu: python   ## test fp16 on this machine's GPU and measure it, in half an hour; repeat to resume:  make verify-gpu ONLY='machine job'
 
 ##@ Develop this project
-bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100 --ranks 1'
+bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100'
 bench-amp: python    ## measure fp16 and bf16 outside verl, into docs/results:  make bench-amp ARGS='--only ppo'
 pr-branch: python    ## split the patches into branches for upstream in a clone of verl, and check them:  make pr-branch VERL=/path/to/clone
 mutants: python      ## put known defects into the project, one at a time; each must fail a test:  make mutants ONLY='doctor probe'  (areas or names)

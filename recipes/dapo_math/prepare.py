@@ -22,32 +22,23 @@ COLUMNS = ("data_source", "prompt", "ability", "reward_model", "extra_info")
 
 
 def unique(source: str) -> datasets.Dataset:
-    """Return the first row of each prompt of ``source``.
-
-    A source that cannot be loaded, that lacks a column or has a row that verl cannot score is an OSError or ValueError.
-    """
+    """Return the first row of each prompt of ``source``, after checking that verl scores its ground truth as right."""
     rows = datasets.load_dataset(source, split="train")
     missing = [column for column in COLUMNS if column not in rows.column_names]
     if missing:
         raise ValueError(f"lacks the column {missing[0]!r}; it has {', '.join(rows.column_names)}")
-    first: dict[str, int] = {}  # the row of each prompt
+    first: dict[str, int] = {}
     for start in range(0, len(rows), 10_000):
-        batch = rows[start : start + 10_000]
-        facts = zip(batch["prompt"], batch["reward_model"], batch["data_source"], strict=True)
-        for index, (prompt, reward, data_source) in enumerate(facts, start):
-            text, answer = "\n".join(message["content"] for message in prompt), reward["ground_truth"]
-            if text in first:
-                continue
-            if not isinstance(answer, str) or not answer:
-                raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
-            try:
-                scored = default_compute_score(data_source, f"Answer: {answer}", answer)
-            except NotImplementedError as error:
-                raise ValueError(f"row {index}: {error}") from error
-            if scored["score"] != 1:
-                raise ValueError(f"row {index}: verl scores its ground truth {answer!r} as wrong")
-            first[text] = index
-    return rows.select(first.values()).select_columns(list(COLUMNS))
+        for index, prompt in enumerate(rows[start : start + 10_000]["prompt"], start):
+            first.setdefault("\n".join(message["content"] for message in prompt), index)
+    kept = rows.select(first.values()).select_columns(list(COLUMNS))
+    for index, row in zip(first.values(), kept, strict=True):
+        answer = row["reward_model"]["ground_truth"]
+        if not isinstance(answer, str) or not answer:
+            raise ValueError(f"row {index}: its ground truth is {answer!r}, not a string")
+        if default_compute_score(row["data_source"], f"Answer: {answer}", answer)["score"] != 1:
+            raise ValueError(f"row {index}: verl scores its ground truth {answer!r} as wrong")
+    return kept
 
 
 def main() -> None:
@@ -62,7 +53,7 @@ def main() -> None:
         source = getattr(arguments, option)
         try:
             splits[split] = unique(source)
-        except (OSError, ValueError, KeyError) as error:
+        except (OSError, ValueError, KeyError, NotImplementedError) as error:
             sys.exit(f"--{option.replace('_', '-')} {source}: {' '.join(str(error).split())}")
     arguments.out.mkdir(parents=True, exist_ok=True)
     for split, rows in splits.items():

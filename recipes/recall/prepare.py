@@ -48,7 +48,6 @@ class RecallSettings(PreparationSettings):
         return Recall(self.length)
 
     def key(self) -> str:
-        """Return 12 hex digits that change with any setting and with the code that makes the model and the data."""
         digest = hashlib.sha256(super().key().encode())
         for name in ("prepare.py", "task.py"):
             digest.update((Path(__file__).parent / name).read_bytes())
@@ -57,16 +56,14 @@ class RecallSettings(PreparationSettings):
 
 def hidden_states(model, tokenizer, settings: RecallSettings, rng: random.Random):
     """Return the last hidden states of one batch of demonstrations, ``(ROWS, tokens, hidden)`` in float64."""
-    import torch
-
     task = settings.module
+    start = tokenizer.bos_token
     texts = [
-        task.prompt(*problem) + task.demonstration(*problem, rng, settings.corruption)
+        start + task.prompt(*problem) + task.demonstration(*problem, rng, settings.corruption)
         for problem in task.problems(ROWS, rng)
     ]
-    tokens = tokenizer([f"{tokenizer.bos_token}{text}" for text in texts], return_tensors="pt")["input_ids"]
-    with torch.no_grad():
-        return model.model(tokens).last_hidden_state[:, task.PROMPT_LENGTH - 1 :].double()
+    tokens = tokenizer(texts, return_tensors="pt")["input_ids"]
+    return model.model(tokens).last_hidden_state[:, task.PROMPT_LENGTH - 1 :].detach().double()
 
 
 def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict[str, float]:
@@ -90,22 +87,17 @@ def lift_logits(model, tokenizer, settings: RecallSettings, lift: float) -> dict
     direction = torch.linalg.solve(hidden.T @ hidden + ridge, hidden.sum(0))  # (hidden,)
     others = hidden_states(model, tokenizer, settings, rng)
     share = others @ direction  # (ROWS, tokens): the part of the lift that each position gets
-    with torch.no_grad():
-        largest = (others @ model.lm_head.weight.T.double()).max().item()
-        most = (LARGEST - largest) / share.max().item()
-        if lift > most:
-            raise PreparationError(
-                f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {math.floor(most)}"
-            )
-        model.lm_head.weight += lift * direction.float()
-        logits = others @ model.lm_head.weight.T.double()
-    low, high = share.mean(0).aminmax()
-    return {
-        "least": low.item(),
-        "most": high.item(),
-        "logits_min": logits.min().item(),
-        "logits_max": logits.max().item(),
-    }
+    head = model.lm_head.weight.detach()
+    largest = (others @ head.T.double()).max().item()
+    most = (LARGEST - largest) / share.max().item()
+    if lift > most:
+        raise PreparationError(
+            f"--lift {lift:g}: logits would exceed {LARGEST}; the largest that fits is {math.floor(most)}"
+        )
+    head += lift * direction.float()
+    logits = others @ head.T.double()
+    ends = (*share.mean(0).aminmax(), *logits.aminmax())
+    return {name: end.item() for name, end in zip(("least", "most", "logits_min", "logits_max"), ends, strict=True)}
 
 
 def prepare(out: Path, settings: RecallSettings, lift: float) -> dict:
@@ -168,8 +160,7 @@ def main() -> None:
     fit = prepared["logits"]
     print(
         f"the model in {arguments.out} solves {prepared['sampled_accuracy']:.0%} of sampled problems before training; "
-        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}; positions get {fit['least']:.2f} to "
-        f"{fit['most']:.2f} of the lift on average"
+        f"logits from {fit['logits_min']:.0f} to {fit['logits_max']:.0f}"
     )
 
 

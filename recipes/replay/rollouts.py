@@ -44,17 +44,15 @@ class Recording:
 
     def __init__(self, file: str, mode: str):
         self.file, self.mode = file, mode
-        if mode == "record":
-            Path(file).parent.mkdir(parents=True, exist_ok=True)
-        elif not Path(file).is_file():
+        if mode == "replay" and not Path(file).is_file():
             raise RolloutError(f"rollouts.file={file}: there is no such recording")
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         self.connection = sqlite3.connect(file, timeout=60, isolation_level=None)
         self.connection.execute("PRAGMA synchronous = OFF")  # no fsync: if the machine dies, so does the run
-        if mode == "record":
-            self.connection.execute(
-                "CREATE TABLE IF NOT EXISTS answers (step INTEGER, row INTEGER, sample INTEGER, request TEXT,"
-                " answer TEXT, PRIMARY KEY (step, row, sample, request)) WITHOUT ROWID"
-            )
+        self.connection.execute(
+            "CREATE TABLE IF NOT EXISTS answers (step INTEGER, row INTEGER, sample INTEGER, request TEXT,"
+            " answer TEXT, PRIMARY KEY (step, row, sample, request)) WITHOUT ROWID"
+        )
 
     def put(self, key: SampleKey, request: str, answer: TokenOutput) -> None:
         values = (*key, request, json.dumps(answer.model_dump()))

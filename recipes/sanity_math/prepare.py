@@ -77,9 +77,8 @@ def main() -> None:
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"--source {arguments.source}: {' '.join(str(error).split())}")
     arguments.out.mkdir(parents=True, exist_ok=True)
-    file = arguments.out / "train.parquet"
+    file, folder = arguments.out / "train.parquet", arguments.out / "oat"
     rows.to_parquet(str(file))
-    folder = arguments.out / "oat"
     splits = {"train": rows}
     if "test" in source:
         try:

@@ -55,6 +55,22 @@ def rounds(
         yield {name: timed(name) for name in names}
 
 
+def alternate(
+    calls: dict[str, Callable[[], object]],
+    seconds: float,
+    least_rounds: int,
+    device: str,
+    prepare: Callable[[str], None] = lambda name: None,
+) -> dict[str, list[float]]:
+    """Time rounds for ``seconds`` and at least ``least_rounds``; return the seconds of each call by round."""
+    timed = rounds(calls, torch.cuda.synchronize if device == "cuda" else lambda: None, prepare)
+    next(timed)  # untimed: Adam's state is allocated, kernels are loaded
+    taken, begin = [], time.monotonic()
+    while time.monotonic() - begin <= seconds or len(taken) < least_rounds:
+        taken.append(next(timed))
+    return {name: [each[name] for each in taken] for name in calls}
+
+
 class AliveTensors(TorchDispatchMode):
     """Counts the bytes alive at once of the tensors made in its context; what a kernel allocates inside is left out."""
 

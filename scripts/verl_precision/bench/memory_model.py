@@ -9,10 +9,6 @@ from dataclasses import dataclass
 from verl_precision.bench.model_shape import ModelShape
 from verl_precision.facts.dtypes import BYTES
 
-# Bytes per logit when the backward pass of the loss begins, besides the logits themselves. On a CPU log_softmax, the
-# zeros of gather's backward, and the gradient added to them, all in fp32. On a GPU flash-attn's cross entropy writes
-# its gradient over the logits.
-CPU_LOSS = 12
 ENTROPY = 10  # bytes per logit of the entropy in its eager form, in fp32; compiled it takes none
 
 
@@ -28,7 +24,6 @@ class TrainedModel:
     micro_batches: int  # per optimizer step
     compute: str
     checkpointing: bool
-    on_cpu: bool = False  # only the workers that the tests measure
     reduce: str = "float32"
     base: str = "float32"  # dtype of the weights
     lora_rank: int = 0  # of adapters on all projections, in fp32, which are then all that is trained
@@ -76,25 +71,21 @@ class TrainedModel:
         """Whether FSDP gathers copies; FSDP1 on one rank computes with a base of the compute dtype itself."""
         return self.shards > 1 or self.strategy != "fsdp" or self.base != self.compute
 
-    @property
-    def upcast(self) -> bool:
-        """Whether products copy their factors to fp32, as recipes/cpu does in fp16."""
-        return self.on_cpu and self.compute == "float16"
+    def logit_bytes(self, more: int = 0) -> int:
+        """Return the bytes of one micro-batch's logits, and of ``more`` bytes per logit.
 
-    def logit_bytes(self, more: int) -> int:
-        """Return the bytes of one micro-batch's logits, and of ``more`` bytes per logit."""
+        The loss adds none: flash-attn's cross entropy writes its gradient over the logits.
+        """
         elements = 0 if self.critic or self.fused_head else self.tokens * self.shape.vocab
         return elements * ((1 + self.logits_twice) * BYTES[self.compute] + more)
 
     def activations(self) -> tuple[int, int]:
         """Return the bytes saved at the end of the forward pass, and those of one layer that backward recomputes."""
         c, hidden = BYTES[self.compute], self.shape.hidden
-        layer = self.shape.saved_bytes(c, self.upcast)
-        copies = self.shape.layers * self.shape.block + self.head if self.upcast and not self.checkpointing else 0
+        layer = self.shape.saved_bytes(c)
         per_layer = c * hidden if self.checkpointing else layer
-        end = (4 + (c + 4 if self.upcast else 2 * c)) * hidden  # the last norm's input in fp32, and its output
-        saved = self.tokens * (self.shape.layers * per_layer + end) + 4 * copies
-        return saved, self.tokens * layer if self.checkpointing else 0
+        end = (4 + 2 * c) * hidden  # the last norm's input in fp32, and its output
+        return self.tokens * (self.shape.layers * per_layer + end), self.tokens * layer * self.checkpointing
 
     def update_moments(self) -> dict[str, dict[str, int]]:
         """Return the moments of an update at which memory may peak, and the bytes of each part.
@@ -127,13 +118,13 @@ class TrainedModel:
                 "gradients": earlier,
                 "gathered": root,
                 "activations": saved,
-                "logits": self.logit_bytes(CPU_LOSS if self.on_cpu else 0),
+                "logits": self.logit_bytes(),
             },
             "head": {  # its gradient is computed from the gradient of the logits while the last layer is gathered
                 "gradients": earlier + c * head,
                 "gathered": (root if fsdp1 else c * self.head) + layer,
                 "activations": saved,
-                "logits": self.logit_bytes(0),
+                "logits": self.logit_bytes(),
             },
             "layer": {  # the one before it is gathered, too
                 "gradients": earlier + (c * head if fsdp1 else r * head // n) + c * block_trained,
@@ -147,7 +138,7 @@ class TrainedModel:
             },
             "step": {  # with foreach one intermediate of all parameters, otherwise of the largest
                 "gradients": gradients,
-                "reduced": gradients if fsdp1 and not self.on_cpu else r * largest // n,
+                "reduced": gradients if fsdp1 else r * largest // n,
             },
         }
         return {name: self.resident | parts for name, parts in moments.items()}
@@ -160,11 +151,10 @@ class TrainedModel:
         s, c = self.shape, BYTES[self.compute]
         root = c * (s.embedding + s.hidden + self.head) * self.copied if self.strategy == "fsdp" else 0
         unit = max(s.block + self.adapters, 0 if root else self.head)
-        per_logit = max(ENTROPY if entropy else 0, 4 if self.on_cpu else 0)
         return {
             "layers": {
                 "gathered": root + 2 * c * unit * self.copied,  # a unit and the next
-                "activations": self.tokens * s.saved_bytes(c, self.upcast) // 2,
+                "activations": self.tokens * s.saved_bytes(c) // 2,
             },
-            "head": {"gathered": root, "logits": self.logit_bytes(per_logit)},
+            "head": {"gathered": root, "logits": self.logit_bytes(ENTROPY if entropy else 0)},
         }

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from verl_precision.bench.memory_model import TrainedModel
 from verl_precision.bench.model_shape import ModelShape, model_config
@@ -21,7 +21,6 @@ GIB = 2**30
 # Device memory outside tensors: the CUDA context, NCCL's buffers, fragmentation, the sleeping rollout.
 # verl-project/verl, pull request 7461: 39.63 GiB on the device with 35.68 allocated, 37.80 with 33.70.
 OUTSIDE_TENSORS = 4 * GIB
-PARALLEL = ("fsdp_size", "ulysses_sequence_parallel_size")
 OF_TRAINER = ("weights", "Adam", "gradients", "gathered", "reduced", "activations", "logits")
 OF_ROLLOUT = ("rollout's weights", "KV cache")
 
@@ -30,14 +29,6 @@ def peak(moments: Mapping[str, Mapping[str, int]]) -> tuple[str, int]:
     """Return the moment with the largest sum of parts, and that sum in bytes."""
     name = max(moments, key=lambda each: sum(moments[each].values()))
     return name, sum(moments[name].values())
-
-
-class RolloutMemory(NamedTuple):
-    """The bytes that vLLM takes on one GPU."""
-
-    weights: int  # this GPU's share of the model
-    cache: int  # of the KV cache, as large as vLLM may make it
-    cache_per_token: int
 
 
 @dataclass(frozen=True)
@@ -50,13 +41,8 @@ class MemoryPlan:
     gpus: int
     memory: int  # of one GPU
     tokens: int  # of the actor's micro-batches
-    rollout: RolloutMemory
+    cache_per_token: int  # bytes of the KV cache on one GPU
     moments: dict[str, dict[str, int]]
-
-    @property
-    def training_peak(self) -> int:
-        """The peak of the training process's tensors: verl's ``perf/max_memory_allocated_gb``."""
-        return max(sum(parts.get(part, 0) for part in OF_TRAINER) for parts in self.moments.values())
 
     @property
     def fits(self) -> bool:
@@ -67,7 +53,7 @@ class MemoryPlan:
 
         An asterisk marks the largest sum; parts that are zero throughout are left out.
         """
-        shape, rollout = self.shape, self.rollout
+        shape, cache = self.shape, self.moments["rollout"]["KV cache"]
         shown = [part for part in OF_TRAINER + OF_ROLLOUT if any(parts.get(part) for parts in self.moments.values())]
         largest, size = peak(self.moments)
         rows = [["GiB of each worker", *shown, "sum"]]
@@ -87,18 +73,14 @@ class MemoryPlan:
                 "",
                 f"{size / GIB:.1f} GiB of tensors at most ({largest}) and {OUTSIDE_TENSORS / GIB:.0f} outside tensors: "
                 f"{fits}",
-                f"KV cache: {rollout.cache // rollout.cache_per_token:,} tokens a rollout server at most, "
-                f"{rollout.cache_per_token / 1024:.0f} KiB each on a GPU",
+                f"KV cache: {cache // self.cache_per_token:,} tokens a rollout server at most, "
+                f"{self.cache_per_token / 1024:.0f} KiB each on a GPU",
             ]
         )
 
 
 def check_supported(config: "DictConfig") -> None:
-    """Check that the model of memory covers a composed configuration.
-
-    Raises:
-        Refused: the model or a setting is not covered, or not valid.
-    """
+    """Refuse a composed configuration that the model of memory does not cover, or that is not valid."""
     from omegaconf import OmegaConf
 
     name = str(config.actor_rollout_ref.model.path)
@@ -128,15 +110,6 @@ def check_supported(config: "DictConfig") -> None:
     for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ours}.rollout.tensor_model_parallel_size"):
         if (value := OmegaConf.select(config, key)) < 1:
             raise Refused(f"{key}={value}: must be at least 1")
-    world = config.trainer.nnodes * config.trainer.n_gpus_per_node
-    divisors = [f"{ours}.rollout.tensor_model_parallel_size"]
-    divisors += [f"{role}.{engine}.{key}" for role, engine in roles.items() for key in PARALLEL]
-    for key in divisors:
-        if 0 < (value := OmegaConf.select(config, key)) < world and world % value or value > world:
-            raise Refused(f"{key}={value}: must divide the {world} GPUs")
-    share = config.actor_rollout_ref.rollout.gpu_memory_utilization
-    if not 0 < share <= 1:
-        raise Refused(f"{ours}.rollout.gpu_memory_utilization={share}: must be above 0 and at most 1")
 
 
 def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPlan:
@@ -146,9 +119,6 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
         config: composed and resolved.
         memory: bytes of one GPU.
         length: tokens of a prompt and its answer; None for the most that the configuration allows.
-
-    Raises:
-        Refused: a critic's model or LoRA on experts is not supported, or the rollout's weights exceed its limit.
     """
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
 
@@ -160,10 +130,10 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     if need_critic(config):
         path = config.critic.model.path
         models["critic"] = trained_model(config, ModelShape.of(model_config(path), path), length, critic=True)
-    server = rollout_memory(config, shape, memory)
+    weights, cache, cache_per_token = rollout_memory(config, shape, memory)
     idle = {part: sum(model.idle[part] for model in models.values()) for part in ("weights", "Adam")}
     loaded = idle | {"weights": idle["weights"] - policy.idle["weights"] + policy.resident["weights"]}
-    moments = {"rollout": idle | {"rollout's weights": server.weights, "KV cache": server.cache}}
+    moments = {"rollout": idle | {"rollout's weights": weights, "KV cache": cache}}
 
     # Weights are sent tensor by tensor, through a bucket. verl merges LoRA adapters in fp32, with 8 bytes per parameter
     # of the tensor, or sends them unmerged: then FSDP1 gathers the model to read them, and an offloaded base goes to
@@ -180,7 +150,7 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
     moments["weights to the rollout"] = {
         **(loaded if sent_from_gpu else idle),
         "gathered": (0 if sent_from_host else whole) + tensor + bucket,
-        "rollout's weights": server.weights,
+        "rollout's weights": weights,
     }
     if sent_from_host:
         moments["weights to the host"] = loaded | {"gathered": whole}
@@ -207,16 +177,16 @@ def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPla
         gpus=config.trainer.n_gpus_per_node,
         memory=memory,
         tokens=policy.tokens,
-        rollout=server,
+        cache_per_token=cache_per_token,
         moments=moments,
     )
 
 
-def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> RolloutMemory:
-    """Return the memory of a rollout server on one GPU of ``memory`` bytes.
+def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> tuple[int, int, int]:
+    """Return the bytes that vLLM takes on one GPU of ``memory`` bytes, or refuse if no KV cache fits.
 
-    Raises:
-        Refused: its weights leave no room for a KV cache.
+    Returns:
+        this GPU's share of the weights; the KV cache, as large as vLLM may make it; the cache of a token.
     """
     rollout = config.actor_rollout_ref.rollout
     dtype = SERVER_SPELLINGS["bfloat16" if rollout.dtype == "auto" else rollout.dtype]  # auto: that of most checkpoints
@@ -229,8 +199,8 @@ def rollout_memory(config: "DictConfig", shape: ModelShape, memory: int) -> Roll
             f"{(weights + cache) / GIB:.1f} GiB are too few for {weights / GIB:.1f} GiB of weights and a KV cache"
         )
     # Keys and values of each layer; a GPU has at least one head of each.
-    per_token = 2 * shape.layers * max(shape.head_dim, shape.key_width // tensor_parallel) * BYTES[dtype]
-    return RolloutMemory(weights, cache, per_token)
+    cache_per_token = 2 * shape.layers * max(shape.head_dim, shape.key_width // tensor_parallel) * BYTES[dtype]
+    return weights, cache, cache_per_token
 
 
 def micro_batch(

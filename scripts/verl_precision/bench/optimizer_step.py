@@ -1,21 +1,20 @@
 """Time the optimizer step of verl's FSDP engine in each regime."""
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from verl_precision.bench.measurement import too_large
-from verl_precision.bench.regimes import RegimeTiming, alternate, decided_by_first, host_calls, timings_of
+from verl_precision.bench.cost_report import RegimeTiming, timings_of
+from verl_precision.bench.measurement import alternate
 
 WIDTH = 1024  # 2**20 elements per parameter, as typical for small models
 MOST_LAYERS = 300  # larger models have larger parameters, not more: 290 in Qwen2.5-0.5B, 338 in 1.5B, 339 in 7B
 SCALE, CLIP, GRADIENT = 1024.0, 1.0, 1e-3  # the norm exceeds CLIP from 10 million parameters on
-OPTIMIZERS = {"foreach AdamW": False, "fused AdamW": True}  # whether it is fused
 BYTES_PER_PARAMETER = 4 + 4 + 8 + 4  # weight, gradient, Adam's state, foreach AdamW's intermediate
+LEAST_ROUNDS = 41
 
 
 def fully_sharded(millions: int) -> torch.nn.Module:
@@ -67,27 +66,17 @@ def optimizer_steps(module: torch.nn.Module, fused: bool, device: str) -> dict[s
     }
 
 
-def fill_gradients(module: torch.nn.Module, regime: str) -> None:
-    value = GRADIENT * (SCALE if regime.startswith("fp16") else 1.0)
-    for parameter in module.parameters():
-        if parameter.grad is None:
-            parameter.grad = torch.empty_like(parameter)
-        parameter.grad.to_local().fill_(value)
+def measure_optimizer(millions: int, fused: bool, seconds: float, device: str) -> list[RegimeTiming]:
+    """Return the timings of the optimizer step of a model of ``millions`` of parameters."""
+    with torch.device(device):
+        module = fully_sharded(millions)
 
+    def fill_gradients(regime: str) -> None:
+        value = GRADIENT * (SCALE if regime.startswith("fp16") else 1.0)
+        for parameter in module.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.to_local().fill_(value)
 
-def measure_steps(ranks: int, sizes: list[int], seconds: float, device: str) -> Iterator[list[RegimeTiming]]:
-    """Yield the timings of the optimizer step for each of ``sizes``, in million parameters, and each optimizer."""
-    for size in sizes:
-        for name, fused in OPTIMIZERS.items():
-            configuration = {"part": "optimizer step", "subject": name, "parameters_m": size, "ranks": ranks}
-            reason = too_large(size * 10**6 * BYTES_PER_PARAMETER, device)
-            if decided_by_first(bool(reason)):
-                yield [RegimeTiming(**configuration, regime="all", left_out=reason)]
-            else:
-                with torch.device(device):
-                    module = fully_sharded(size)
-                steps, fill = optimizer_steps(module, fused, device), partial(fill_gradients, module)
-                times = alternate(steps, fill, seconds, device)
-                counts = {regime: host_calls(step, device, partial(fill, regime)) for regime, step in steps.items()}
-                yield timings_of(times, counts, **configuration)
-                del module, steps, fill  # before the next is measured against the free memory
+    times = alternate(optimizer_steps(module, fused, device), seconds, LEAST_ROUNDS, device, fill_gradients)
+    return timings_of(times, "optimizer step", f"{'fused' if fused else 'foreach'} AdamW", millions)

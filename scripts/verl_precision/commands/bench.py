@@ -1,42 +1,41 @@
-"""Measure the cost of a precision: optimizer step, whole training step.
+"""Measure the cost of a precision: optimizer step and whole training step.
 
     optimizer  the optimizer step of verl's FSDP engine
     training   the training step of verl's worker
 
 The regimes alternate in one process, so that a slow machine slows all of them. A ratio is the median over the rounds of
-a regime's time over bf16's in the same round. Kernel launches and synchronizations are counted by torch's profiler.
-What does not fit into the memory is left out, with the reason. Writes cost-MACHINE.csv and .md, where MACHINE is cpu or
-the GPU's name.
+a regime's time over bf16's in the same round. What does not fit into the memory is left out, with the reason. Writes
+cost-MACHINE.md, where MACHINE is cpu or the GPU's name.
 """
 
 import argparse
 import os
 import sys
-from pathlib import Path
+from typing import NamedTuple
 
+from verl_precision.bench.model_shape import ModelShape, entries
 from verl_precision.facts.packages import check_packages
 from verl_precision.paths import REPO
-from verl_precision.words import Parser
+from verl_precision.words import Parser, folder
 
 PARTS = ("optimizer", "training")
-# By --size: parts; million parameters and numbers of processes of the optimizer step; seconds per configuration; layers
-# and width of the model of the training step, tokens of a row.
+
+
+class CostSize(NamedTuple):
+    """What is measured."""
+
+    parts: tuple[str, ...]
+    sizes: list[int]  # of the models whose optimizer steps are timed, in million parameters
+    seconds: float  # per configuration; an optimizer step is timed in at least 41 rounds, a training step in 11
+    layers: int  # of the model of the training step
+    width: int  # of its hidden states; the MLP is four times as wide
+    length: int  # tokens of a row
+
+
 PRESETS = {
-    "small": {"parts": PARTS, "sizes": [1], "ranks": [1], "seconds": 0.1, "training": (1, 32, 16)},
-    "cpu": {
-        "parts": ["optimizer"],
-        "sizes": [10, 30, 100, 300],
-        "ranks": [1, 2],
-        "seconds": 25.0,
-        "training": (2, 256, 64),
-    },
-    "cuda": {
-        "parts": PARTS,
-        "sizes": [10, 30, 100, 300, 1000],
-        "ranks": [1],
-        "seconds": 4.0,
-        "training": (24, 1024, 512),
-    },
+    "small": CostSize(PARTS, [1], 0.1, 1, 32, 16),
+    "cpu": CostSize(("optimizer",), [10, 30, 100, 300], 25.0, 2, 256, 64),
+    "cuda": CostSize(PARTS, [10, 30, 100, 300, 1000], 4.0, 24, 1024, 512),
 }
 
 
@@ -49,26 +48,17 @@ def above_zero(text: str) -> list[int]:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
     parser = Parser("verl-precision bench", __doc__)
     parser.add_argument("--size", choices=PRESETS, help="default: the device's; small: for tests, with --out")
-    parser.add_argument("--only", choices=PARTS, help="default: both; on a CPU optimizer")
+    parser.add_argument("--only", choices=PARTS, help="the part to measure; default both, on a CPU optimizer")
     parser.add_argument("--sizes", type=above_zero, help="model sizes for the optimizer step, in millions")
-    parser.add_argument("--ranks", type=above_zero, help="numbers of processes for it; always 1 on a GPU")
-    parser.add_argument("--seconds", type=float, help="time per configuration; at least 41 rounds, or 11 of training")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="default: cuda where torch finds a GPU")
-    parser.add_argument("--out", type=Path, help="folder for the results; default docs/results")
+    parser.add_argument("--out", type=folder, help="folder for the results; default docs/results")
     options = parser.parse_args(words)
     if options.size == "small" and options.out is None:
         parser.error("--size small requires --out: docs/results is for the sizes of a device")
     return options
-
-
-def chosen_size(options: argparse.Namespace, device: str) -> argparse.Namespace:
-    """Return the preset of ``device``, with what the command line sets instead."""
-    given = {name: getattr(options, name) for name in ("sizes", "ranks", "seconds") if getattr(options, name)}
-    given |= {"ranks": [1]} if device == "cuda" else {}
-    given |= {"parts": [options.only]} if options.only else {}
-    return argparse.Namespace(**PRESETS[options.size or device] | given)
 
 
 def main(words: list[str]) -> int:
@@ -76,25 +66,45 @@ def main(words: list[str]) -> int:
     check_packages(("torch",))
 
     import torch
+    import torch.distributed as dist
 
-    from verl_precision.bench.cost_report import write
-    from verl_precision.bench.measurement import machine, machine_slug
-    from verl_precision.bench.optimizer_step import measure_steps
-    from verl_precision.bench.regimes import spawn
+    from verl_precision.bench.cost_report import markdown
+    from verl_precision.bench.measurement import lacks_ampere, machine, machine_slug, set_tf32, too_large
+    from verl_precision.bench.optimizer_step import BYTES_PER_PARAMETER, measure_optimizer
     from verl_precision.bench.training_step import measure_training
     from verl_precision.run.job import CPU_PLATFORM
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    size = chosen_size(options, device)
-    sys.path.append(str(REPO))
-    if device == "cpu":
-        os.environ |= CPU_PLATFORM
-    rows = []
-    if "optimizer" in size.parts:
-        for ranks in size.ranks:
-            rows += spawn(measure_steps, ranks, device, ranks, size.sizes, size.seconds)
-    if "training" in size.parts:
-        rows += spawn(measure_training, 1, device, *size.training, size.seconds)
+    size = PRESETS[options.size or device]
+    parts, sizes = [options.only] if options.only else size.parts, options.sizes or size.sizes
     out = options.out or REPO / "docs" / "results"
-    print(*write(rows, machine(device), out / f"cost-{machine_slug(device)}"), sep="\n")
+    out.mkdir(parents=True, exist_ok=True)
+    sys.path.append(str(REPO))  # for the recipes
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "", "MASTER_PORT": ""}
+    os.environ |= CPU_PLATFORM if device == "cpu" else {}
+    regimes, rows, left_out = ["bf16", "fp16", "fp32"], [], []
+    if device == "cuda":
+        set_tf32(False)
+        if reason := lacks_ampere("bfloat16"):
+            regimes.remove("bf16")
+            left_out.append(f"training step, bf16: {reason}")
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    for millions in sizes if "optimizer" in parts else []:
+        if reason := too_large(millions * 10**6 * BYTES_PER_PARAMETER, device):
+            left_out.append(f"optimizer step, {millions} M: {reason}")
+        else:
+            for fused in (False, True):
+                rows += measure_optimizer(millions, fused, size.seconds, device)
+    if "training" in parts:
+        config = entries("qwen2", 32000, size.width, 4 * size.width, size.layers, 16, 16)
+        # Weights, gradients and Adam's state in fp32, of a worker for each regime.
+        if reason := too_large(len(regimes) * 16 * ModelShape.of(config, "").total, device):
+            left_out.append(f"training step: {reason}")
+        else:
+            rows += measure_training(config, size.length, regimes, size.seconds, device)
+    dist.destroy_process_group()
+    report = out / f"cost-{machine_slug(device)}.md"
+    report.write_text(markdown(rows, left_out, machine(device)))
+    print(report)
     return 0

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClas
 from verl_precision.bench.memory_model import TrainedModel
 from verl_precision.bench.memory_plan import (
     GIB,
+    OF_TRAINER,
     OUTSIDE_TENSORS,
     micro_batch,
     peak,
@@ -34,6 +35,7 @@ from verl_precision.paths import REPO
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
 RECORDED = json.loads(MEASURED.read_text())
 WITHIN = 0.15
+CPU_LOSS = 12  # bytes per logit on a CPU: log_softmax, the zeros of gather's backward, the gradient added to them
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LORA = "actor_rollout_ref.model.lora_rank=8"
 
@@ -64,7 +66,6 @@ def planned(each: dict) -> TrainedModel:
         tokens=each["micro_batch"] * each["length"],
         micro_batches=each["rows"] // each["micro_batch"],
         compute=each["dtype"],
-        on_cpu=not each["in_place"],
         logits_twice=each["in_place"],  # sequences are padded on a CPU
         **{name: each[name] for name in ("strategy", "checkpointing", "deferred", "base", "lora_rank")},
     )
@@ -83,10 +84,16 @@ def measured(run_ranks: Callable, settings: list[dict]) -> list[dict]:
     return [max(results, key=lambda result: result["peak"]) for results in zip(*by_rank, strict=True)]
 
 
-def assert_close(each: dict, result: dict) -> None:
-    """Compare the plan of a setting with the measurement: weights and Adam within 1 %, peaks within 15 %."""
+def assert_close(each: dict, result: dict) -> str:
+    """Compare the plan of a setting with the measurement: weights and Adam within 1 %, peaks within 15 %.
+
+    Returns:
+        the moment of the peak.
+    """
     plan = planned(each)
-    moment, size = peak(plan.update_moments())
+    moments = plan.update_moments()
+    moments["loss"]["logits"] += 0 if each["in_place"] else plan.logit_bytes(CPU_LOSS) - plan.logit_bytes()
+    moment, size = peak(moments)
     scoring = replace(plan, logits_twice=False).scoring_moments(entropy=each["role"] == "actor")
     weights, adam = plan.resident["weights"], plan.resident["Adam"]
     scored = peak(scoring)[1] + weights + adam
@@ -94,8 +101,8 @@ def assert_close(each: dict, result: dict) -> None:
     assert abs(result["parameters"] - weights) <= 0.01 * weights + aside
     assert abs(result["Adam"] - adam) <= 0.01 * adam + aside
     assert result["peak"] == pytest.approx(size, rel=WITHIN), (moment, each)
-    within = 0.25 if each["dtype"] == "float16" else WITHIN  # recipes/cpu multiplies fp32 copies
-    assert result["scored"] == pytest.approx(scored, rel=within), each
+    assert result["scored"] == pytest.approx(scored, rel=WITHIN), each
+    return moment
 
 
 @pytest.mark.subprocess
@@ -119,10 +126,8 @@ def test_workers_peak_at_the_planned_memory_in_every_setting(run_ranks, pytestco
 
 
 def test_recorded_workers_match_the_plan():
-    for row in RECORDED["workers"]:
-        assert_close(row["setting"], row["measured"])
-    moments = {peak(planned(row["setting"]).update_moments())[0] for row in RECORDED["workers"]}
-    assert moments == {"loss", "head", "layer"}, "only the published PPO job peaks at the embedding"
+    moments = {assert_close(row["setting"], row["measured"]) for row in RECORDED["workers"]}
+    assert moments == {"loss", "head", "layer", "step"}, "only the published PPO job peaks at the embedding"
     one_batch = planned(USUAL | {"deferred": True}).update_moments()
     assert one_batch == planned(USUAL).update_moments(), "one micro-batch defers nothing"
 
@@ -150,12 +155,17 @@ def test_built_in_dimensions_match_the_model_cards():
     assert shapes["Qwen/Qwen2.5-7B"].largest_tensor == 152064 * 3584, "the embedding"
 
 
+def training_peak(plan) -> int:
+    """Return the peak of the training process's tensors: verl's ``perf/max_memory_allocated_gb``."""
+    return max(sum(parts.get(part, 0) for part in OF_TRAINER) for parts in plan.moments.values())
+
+
 @pytest.mark.parametrize("each", RECORDED["published"], ids=lambda each: each["job"])
 def test_published_peaks_match_the_plan(each):
     (verl,) = importlib.util.find_spec("verl").submodule_search_locations
     config = compose_config(Path(verl) / "trainer/config", each["overrides"])
     plan = plan_job(config, 64 * GIB, each["length"])
-    assert plan.training_peak / GIB == pytest.approx(each["peak_gib"], rel=0.05)  # 15 % could hide a missing term
+    assert training_peak(plan) / GIB == pytest.approx(each["peak_gib"], rel=0.05)  # 15 % could hide a missing term
 
 
 @pytest.mark.subprocess
@@ -165,17 +175,17 @@ def test_plans_are_printed_and_written(tmp_path, capsys):
     assert "dense_7b, grpo, bf16: Qwen/Qwen2.5-7B, 7.62 G parameters\n2 nodes of 8 GPUs of 80 GiB" in out
     assert "30.53 G parameters, 128 experts, 8 of them active\n4 nodes of 8 GPUs" in out
     assert out.count("fits into 80") == 3
-    written = json.loads((tmp_path / "plan/plan-memory.json").read_text())
-    assert list(written) == [f"{experiment}, grpo, bf16" for experiment in plan_memory.EXPERIMENTS]
-    assert written["dense_7b, grpo, bf16"]["moments"]["rollout"]["rollout's weights"] == 2 * 7_615_616_512
     page = (tmp_path / "plan/plan-memory.md").read_text()
-    assert "`make plan-memory PRECISION=bf16`" in page and all(f"\n## {title}\n" in page for title in written)
+    assert "`make plan-memory PRECISION=bf16`" in page
+    for experiment in plan_memory.EXPERIMENTS.split():
+        assert f"\n## {experiment}, grpo, bf16\n" in page
     rollouts = [line.split() for line in page.splitlines() if line.startswith("rollout ")]
     assert len(rollouts) == 3 and rollouts[0] == ["rollout", "1.8", "3.5", "14.2", "41.8", "61.3", "*"]
 
 
 def plan_one(*words: str):
-    (plan,) = plan_memory.plan_all(plan_memory.parse(words)).values()
+    _, jobs, memory, length, _ = plan_memory.parse(words)
+    (plan,) = plan_memory.plan_all(jobs, memory, length).values()
     return plan
 
 
@@ -225,13 +235,13 @@ def test_plan_follows_the_configuration(monkeypatch):
     assert hybrid.moments["actor, step"]["Adam"] == 2 * usual.moments["actor, step"]["Adam"]
     for parallel, heads in ((2, 2), (8, 1)):  # of 4 heads of keys; a GPU has at least one
         of = changed(f"{ROLLOUT}.tensor_model_parallel_size={parallel}")
-        assert of.rollout.cache_per_token == 2 * 28 * heads * 128 * 2
-    assert changed(f"{ROLLOUT}.dtype=half").rollout == usual.rollout
+        assert of.cache_per_token == 2 * 28 * heads * 128 * 2
+    assert changed(f"{ROLLOUT}.dtype=half").moments == usual.moments
     assert changed("actor_rollout_ref.model.target_modules=q_proj").moments == usual.moments, "there is no adapter"
     least = peak(usual.moments)[1] + OUTSIDE_TENSORS
     assert replace(usual, memory=least).fits and not replace(usual, memory=least - 1).fits
     short = changed(LENGTH="64")
-    assert short.tokens < usual.tokens and short.training_peak < usual.training_peak
+    assert short.tokens < usual.tokens and training_peak(short) < training_peak(usual)
     scored = changed(f"{ROLLOUT}.log_prob_max_token_len_per_gpu=40960", f"{ROLLOUT}.temperature=0.6").moments
     assert scored["log-probabilities, head"]["logits"] == 4 * usual.moments["log-probabilities, head"]["logits"]
     assert scored["actor, loss"]["logits"] == 2 * usual.moments["actor, loss"]["logits"]
@@ -294,9 +304,7 @@ def test_bad_input_is_refused(word, message, tmp_path):
         ("actor_rollout_ref.model.lora_adapter_path=/adapter", "plan-memory supports None"),
         ("critic.model.lora_rank=8", "plan-memory supports 0"),
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
-        ("critic.fsdp.fsdp_size=3", "must divide the 16 GPUs"),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),
-        (f"{ROLLOUT}.gpu_memory_utilization=1.5", "must be above 0 and at most 1"),
         (f"{ROLLOUT}.gpu_memory_utilization=0.02", "1.6 GiB are too few for "),
         ("trainer.nnodes=0", "must be at least 1"),
     ],

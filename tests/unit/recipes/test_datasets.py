@@ -187,7 +187,7 @@ WRONG, OTHER = dapo("2?", "2\n3", 1), dapo("2?", "2", 1, data_source="math_other
 REFUSED = [
     ("dapo_math", "--test-source", [dapo("1?", "1", 0), dapo("2?", None, 1)], f"row 1: {MISSING}"),
     ("dapo_math", "--test-source", [WRONG], "row 0: verl scores its ground truth '2\\n3' as wrong"),
-    ("dapo_math", "--test-source", [OTHER], "row 0: Reward function is not implemented for data_source='math_other'"),
+    ("dapo_math", "--test-source", [OTHER], "Reward function is not implemented for data_source='math_other'"),
     ("dapo_math", "--source", [LACKING], "lacks the column 'data_source'; it has prompt, answer"),
     ("dapo_math", "--source", [], ""),  # no such dataset; the reason is the library's
     ("sanity_math", "--source", [row("2+2?", "4"), row("2+2?", None)], f"row 1: {MISSING}"),

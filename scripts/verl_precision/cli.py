@@ -67,7 +67,7 @@ SUMMARIES = {name: summary for commands in HEADINGS.values() for name, summary i
 PATCHES = (*COMMANDS["Patch verl or OAT"], "check", "checkout", "export", "carry")
 MODULES = {"setup": "setup_env", **dict.fromkeys(PATCHES, "patches")}  # those that are not named after their command
 # Packages of other projects that a command needs, by the names under which they are imported.
-MODEL = ("torch", "transformers", "safetensors", "pyarrow", "matplotlib", "tqdm")
+MODEL = ("torch", "transformers", "safetensors", "pyarrow", "tqdm")
 PROBE = (*MODEL, "omegaconf", "numpy")
 CONFIG = ("verl", "hydra", "omegaconf", "torch", "ray", "tensordict", "transformers")  # what verl itself imports
 JOB = (*CONFIG, "psutil")

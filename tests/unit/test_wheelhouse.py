@@ -43,7 +43,7 @@ def test_wheels_become_an_environment_without_an_index(checkout, monkeypatch):
     (checkout / "requirements/workers.lock").write_text("markupsafe==3.0.2\n")
     with pytest.raises(Refused, match=f"could not be installed from WHEELHOUSE=.*, with python{VERSION}"):
         setup_env.setup("workers", sys.executable)
-    assert not setup_env.ENVIRONMENTS["workers"].ready, "packed from other requirements"
+    assert not setup_env.ENVIRONMENTS["workers"].stamp(VERSION).exists(), "packed from other requirements"
 
 
 def test_folder_without_wheels_is_refused(checkout, monkeypatch):

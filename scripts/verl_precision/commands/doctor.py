@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_precision.doctor.diagnosis import Diagnosis, diagnose
+from verl_precision.doctor.diagnosis import SOUND, Diagnosis, diagnose
 from verl_precision.doctor.findings import Finding
 from verl_precision.doctor.interpreter import missing
 from verl_precision.doctor.resolver import HOPS, Hop
@@ -132,4 +132,4 @@ def main(words: list[str]) -> int:
         print(spelled(json.dumps(found, indent=2)))
     else:
         print(live_text(found) if args.live else text(diagnosis, gpus))
-    return 0 if found["verdict"] in ("agree", "asked") else 1
+    return 0 if found["verdict"] in SOUND else 1

@@ -2,10 +2,9 @@
 
 Starts verl's own ``main_ppo`` and shows its progress. Everything goes to the folder OUT, and the same command resumes a
 run that was interrupted. With RAY_ADDRESS in the environment it trains on that running Ray cluster, after checking the
-code and dtypes of its nodes. A run that lost a worker or a node waits until the cluster has the resources again and
-resumes from the last complete checkpoint, RETRIES times; any other failure ends it. Exit code 0:
-trained all steps; 1: refused or failed; 75: gave up after a worker or node was lost, so that the caller may start it
-again; 130: interrupted.
+code of its nodes. A run that lost a worker or a node waits until the cluster has the resources again and resumes from
+the last complete checkpoint, RETRIES times; any other failure ends it. Exit code 0: trained all steps; 1: refused or
+failed; 75: gave up after a worker or node was lost, so that the caller may start it again; 130: interrupted.
 
 With --check, exit code 0: the run could start or resume, or is finished; stdout has a JSON list with its ``out``,
 ``steps`` and ``finished``. 1: it would be refused; stderr has the reason. No cluster is queried.
@@ -110,7 +109,8 @@ def run(job: Job) -> int:
     print(f"\n{summary_table(summary)}\n")
     for name in ("summary.json", "metrics.jsonl", "train.log"):
         print(f"  {out / name}")
-    print(f"\ncurves:  {shlex.join([*PROGRAM, 'compare', *as_options({'RUNS': f'{job.precision}={out}'})])}")
+    labeled = f"{job.precision}={shlex.quote(str(out))}"
+    print(f"\ncurves:  {shlex.join([*PROGRAM, 'compare', *as_options({'RUNS': labeled})])}")
     return 0
 
 

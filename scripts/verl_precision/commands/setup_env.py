@@ -53,11 +53,6 @@ class Environment(NamedTuple):
         content = b"".join((REPO / "requirements" / name).read_bytes() for name in self.requirements)
         return self.path / f"ready-{version}-{hashlib.sha256(content).hexdigest()[:12]}"
 
-    @property
-    def ready(self) -> bool:
-        """Return whether it is up to date."""
-        return any(self.path.glob(self.stamp("*").name))
-
 
 ENVIRONMENTS = {
     "cpu": Environment(".venv", ("cpu.torch", "cpu.lock"), "4 to 7 GB on disk, about a minute"),
@@ -122,7 +117,7 @@ def find_python(candidates: list[str | Path]) -> tuple[str, str]:
 
 
 def install(environment: Environment, files: list[str]) -> None:
-    """Install these files of requirements/ with uv. Refuse one of which uv, which prints why, cannot install all."""
+    """Install these files of requirements/ with uv. Refuse a file that it cannot install; uv prints why."""
     uv, folder = find_uv(environment.python), REPO / "requirements"
     index = os.environ.get("TORCH_INDEX_URL")
     options = {  # torch comes first, from an index of torch's builds, with the lock as constraints

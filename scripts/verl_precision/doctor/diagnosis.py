@@ -13,6 +13,8 @@ from verl_precision.doctor.tree import Tree
 from verl_precision.facts.compose import Uncomposable
 from verl_precision.facts.gpus import Gpu
 
+SOUND = ("agree", "asked")  # the verdicts under which trainer and rollout compute as requested
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -33,11 +35,6 @@ class Diagnosis:
     hops: Mapping[str, Hop] = field(default_factory=lambda: dict.fromkeys(HOPS, Hop(None, "refused")))
     scaler: Mapping[str, Mapping[str, Any] | None] = field(default_factory=lambda: dict.fromkeys(TRAINED))
     deterministic: Mapping[str, bool] = field(default_factory=dict)
-
-    @property
-    def sound(self) -> bool:
-        """Return whether the job may run: trainer and rollout compute as requested."""
-        return self.verdict in ("agree", "asked")
 
     def json(self, gpus: Sequence[Gpu] = ()) -> dict:
         """Return the content of ``doctor --json`` on a machine with these GPUs."""
@@ -83,7 +80,7 @@ def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_train
     verdict, sentence = judge(job)
     sentence += "".join(f" {doubt.sentence}." for doubt in doubts)
     unheeded = [f"{finding.key}={finding.value}" for finding in findings if finding.unheeded]
-    if unheeded and verdict in ("agree", "asked"):
+    if unheeded and verdict in SOUND:
         verdict, sentence = "ignored", f"{sentence} Not as requested: {', '.join(unheeded)}."
     hops = {name: job.resolve(name) for name in HOPS}
     scaler = {role: job.scaler(role) for role in TRAINED}

@@ -89,9 +89,7 @@ def read_record(target: Target, blobs: Mapping[str, str]) -> Record | None:
                 raise ValueError(f"{each!r} is not an object id")
     except (ValueError, TypeError, RecursionError) as error:
         cause = f"is damaged, or of a newer version of this project ({error})"
-        framework = target.framework.name
-        remedy = f"save your edits, delete {target.root / framework} and reinstall {framework} or check it out again"
-        raise Refused(f"{target.record} {cause}; {remedy}") from error
+        raise Refused(f"{target.record} {cause}; {target.way_out}") from error
     if not record.hooked(blobs) and target.version != record.release:
         return replace(record, replaced={})
     if target.stamp.exists():

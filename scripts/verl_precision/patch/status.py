@@ -109,9 +109,8 @@ def unmatched(
         return "foreign", f"patched by {origin}; make unapply-patches {target.variable} removes that"
     if not record and (stamp := target.read_stamp()):
         name = f"{framework} {stamp['release']} with stack {stamp['stack']}"
-        # A reinstall leaves the files that apply added.
-        anew = f"save your edits, delete {target.root / framework} and reinstall {framework} or check it out again"
-        return "half-patched", f"{name}, but without the record in {target.framework.bookkeeping}; {anew}"
+        lost = f"without the record in {target.framework.bookkeeping}"
+        return "half-patched", f"{name}, but {lost}; {target.way_out}"
     if record and record.replaced:
         stack = by_name[record.release]
     else:

@@ -88,6 +88,12 @@ class Target:
         except (ValueError, TypeError, KeyError) as error:
             raise Refused(f"{self.stamp} is in the way: apply did not write it; move it away") from error
 
+    @property
+    def way_out(self) -> str:
+        """What to do with a tree whose record is lost: a reinstall leaves the files that apply added."""
+        package, name = self.root / self.framework.name, self.framework.name
+        return f"save your edits, delete {package} and reinstall {name} or check it out again"
+
     def blobs(self) -> dict[str, str]:
         return package_blobs(self.root, self.framework)
 

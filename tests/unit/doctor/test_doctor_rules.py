@@ -16,7 +16,7 @@ from support.trees import edit
 
 from verl_precision import make
 from verl_precision.commands import doctor as command
-from verl_precision.doctor.diagnosis import Diagnosis, diagnose
+from verl_precision.doctor.diagnosis import SOUND, Diagnosis, diagnose
 from verl_precision.doctor.dtype_rules import KNOWN, RULES
 from verl_precision.doctor.interpreter import environment_python, missing
 from verl_precision.doctor.tree import identify_tree, table_release
@@ -158,7 +158,7 @@ def test_foreign_tree_has_the_rules_of_the_nearest_release(tmp_path: Path):
     assert f"\n\ndirty: verl {OLD} except verl/workers/config/actor.py" in command.text(diagnosis)
     assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file differs"
     assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
-    assert diagnosis.verdict == "unknown" and not diagnosis.sound
+    assert diagnosis.verdict == "unknown" and diagnosis.verdict not in SOUND
     (finding,) = (finding for finding in diagnosis.findings if finding.key == "verl")
     assert "transformer_impl.py" in finding.effect and "make drift" in finding.fix
 

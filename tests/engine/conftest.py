@@ -13,6 +13,7 @@ import torch.distributed as dist
 from support.engine_rows import Row, upstream_outcomes
 from support.fork_server import JobError
 from support.recorded import RECORDINGS
+from support.selected import live_releases
 from support.trees import RELEASE
 
 from verl_precision.patch.precision_module import load_precision
@@ -52,7 +53,7 @@ def pytest_collection_modifyitems(config, items):
     for framework in (VERL, OAT):
         tree = config.getoption(f"{framework.name}_tree")
         needed |= {json.loads((tree / framework.stamp).read_text())["release"]} if tree else set()
-        needed |= RECORDINGS[framework].live()
+        needed |= live_releases(RECORDINGS[framework])
     for item in items:
         if item.path.name == "test_hooks.py" and item.callspec.params["release"] not in needed:
             item.add_marker("slow")

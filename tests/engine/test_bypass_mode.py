@@ -15,7 +15,7 @@ import pytest
 import torch
 from mismatch import equal_share, measures_mismatch
 from omegaconf import OmegaConf
-from support.recorded import every_release
+from support.selected import every_release
 from support.trees import patched_tree
 from weight_sync import check_weight_sync
 

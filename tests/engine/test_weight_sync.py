@@ -9,7 +9,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from precision import run_requests_precision
-from support.recorded import every_release
+from support.selected import every_release
 from support.trees import patched_tree
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 

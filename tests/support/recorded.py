@@ -4,22 +4,18 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from verl_precision.files import write_json
 from verl_precision.patch.releases import OAT, VERL, Framework, load_releases
 from verl_precision.patch.stack import load_stack
 from verl_precision.paths import REPO
 
-# verl 0.6.0 has the workers of the next family; 0.5.0 is the newest with configs that are dictionaries.
-UNTYPICAL = {"0.6.0"}
 # Beside a suite's own folder: what workers run on, what starts them, and what judges them.
 SUPPORT = ("conformance", "fork_server", "forked_ranks", "oat_server", "parsed_once", "recorded", "trees", "waiting")
 BENEATH = (
@@ -133,31 +129,8 @@ class Recording:
         releases = load_releases(framework=self.framework)
         return {name for name in releases if entries.get(name, {}).get("fingerprint") == self.fingerprint(name)}
 
-    def live(self) -> set[str]:
-        """Return the releases that `make test` runs: the newest of each family, without ``UNTYPICAL`` ones, and those
-        whose results are not valid."""
-        releases = load_releases(framework=self.framework)
-        newest = {release.family: name for name, release in releases.items() if name not in UNTYPICAL}
-        return set(newest.values()) | releases.keys() - self.valid()
-
-    def mark(self, items: Iterable[pytest.Item]) -> None:
-        """Mark the suite's tests of other releases than the live: ``recorded`` if they take outcomes, else ``slow``."""
-        live = self.live()
-        for item in items:
-            if item.path.is_relative_to(self.suite) and item.callspec.params["release"] not in live:
-                item.add_marker("recorded" if "outcomes" in item.fixturenames else "slow")
-
 
 RECORDINGS = {
     VERL: Recording(VERL, REPO / "tests/conformance/verl", REPO / "tests/expected/releases.json"),
     OAT: Recording(OAT, REPO / "tests/conformance/oat", REPO / "tests/expected/oat.json"),
 }
-
-
-def every_release(framework: Framework) -> list:
-    """Return all releases as parameters of a test; those that `make test` need not run are slow."""
-    live = RECORDINGS[framework].live()
-    return [
-        pytest.param(name, marks=[] if name in live else [pytest.mark.slow])
-        for name in load_releases(framework=framework)
-    ]

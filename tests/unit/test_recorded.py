@@ -13,6 +13,7 @@ from support import recorded
 from support.conformance import Behaviour, Suite
 from support.engine_rows import upstream_outcomes
 from support.recorded import RECORDINGS, Recording, UpstreamOutcomes
+from support.selected import live_releases, mark
 from support.trees import RELEASE, edit
 
 from verl_precision.patch.releases import VERL, load_releases
@@ -49,23 +50,24 @@ def item(recording: Recording, fixture: str, **params: str) -> SimpleNamespace:
 def marks(recording: Recording, fixture: str) -> dict[str, str]:
     """Return the marks of the releases whose tests, which take this fixture, `make test` leaves out."""
     items = {name: item(recording, fixture, release=name) for name in load_releases()}
-    recording.mark(items.values())
+    mark(recording, items.values())
     return {name: each.add_marker.call_args[0][0] for name, each in items.items() if each.add_marker.called}
 
 
 def test_changed_hook_runs_its_release_again_and_changed_test_code_all(recording, tmp_path, monkeypatch):
-    others = load_releases().keys() - NEWEST
+    older, others = load_releases().keys() - {RELEASE}, load_releases().keys() - NEWEST
     for folder in ("patches/verl", "configs/precision"):
         shutil.copytree(REPO / folder, tmp_path / folder)
     monkeypatch.setattr(recorded, "load_stack", partial(recorded.load_stack, project=tmp_path))
-    assert marks(recording, "outcomes") == dict.fromkeys(others, "recorded")
+    assert marks(recording, "outcomes") == dict.fromkeys(older, "recorded")
     assert marks(recording, "observed") == dict.fromkeys(others, "slow"), "the doctor's outcomes are not recorded"
     (hook,) = (tmp_path / "patches/verl/v0.6.1").glob(f"*{HOOK}")
     edit(hook, "Precision.of_worker(", "Precision.of_worker( ")
-    assert recording.live() == NEWEST | {"0.6.1"}
-    assert marks(recording, "outcomes").keys() == marks(recording, "observed").keys() == others - {"0.6.1"}
+    assert live_releases(recording) == NEWEST | {"0.6.1"}
+    assert marks(recording, "outcomes").keys() == older - {"0.6.1"}
+    assert marks(recording, "observed").keys() == others - {"0.6.1"}
     (recording.suite / "cases.py").rename(recording.suite / "renamed.py")
-    assert recording.live() == set(load_releases())
+    assert live_releases(recording) == set(load_releases())
 
 
 @pytest.mark.parametrize("changed", ["cases.py", "more_cases.py", "all.lock", "cpu.torch"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from oat_behaviours import BEHAVIOURS, NOT_RUN
+from support import selected
 from support.conformance import Outcomes, Suite
 from support.oat_server import oat_server, oat_variables
 from support.recorded import RECORDINGS
@@ -21,7 +22,7 @@ Run = Callable[..., dict[str, str]]
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
-    SUITE.recording.mark(items)
+    selected.mark(SUITE.recording, items)
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from behaviours import BEHAVIOURS
+from support import selected
 from support.conformance import Outcomes, Suite
 from support.fork_server import ForkServer
 from support.recorded import RECORDINGS
@@ -31,7 +32,7 @@ PRELOAD = (
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
 def pytest_collection_modifyitems(items):
-    SUITE.recording.mark(items)
+    selected.mark(SUITE.recording, items)
 
 
 @pytest.fixture(scope="session")

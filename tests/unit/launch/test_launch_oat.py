@@ -13,7 +13,7 @@ import pytest
 from support.fork_server import ForkServer
 from support.launch_machine import knobs_and_arguments
 from support.oat_server import oat_server, oat_variables
-from support.recorded import every_release
+from support.selected import every_release
 from support.trees import patched_tree
 
 from verl_precision.patch.apply import apply

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pyarrow
 import pyarrow.parquet
 import pytest
-from support.recorded import every_release
+from support.selected import every_release
 
 from verl.utils.reward_score import default_compute_score
 from verl_precision.patch.releases import OAT

@@ -1,0 +1,46 @@
+"""The releases that `make test` runs: outcomes of the others are recorded, or left to `make test-all`."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from support.recorded import RECORDINGS, Recording
+from verl_precision.patch.releases import Framework, load_releases
+
+# verl 0.6.0 has the workers of the next family; 0.5.0 is the newest with configs that are dictionaries.
+UNTYPICAL = {"0.6.0"}
+
+
+def live_releases(recording: Recording) -> set[str]:
+    """Return the newest release of each family, without ``UNTYPICAL`` ones, and those whose results are not valid."""
+    releases = load_releases(framework=recording.framework)
+    newest = {release.family: name for name, release in releases.items() if name not in UNTYPICAL}
+    return set(newest.values()) | releases.keys() - recording.valid()
+
+
+def mark(recording: Recording, items: Iterable[pytest.Item]) -> None:
+    """Mark the tests of a conformance suite that `make test` leaves out.
+
+    Those that take recorded outcomes run for the newest release and for releases whose results are not valid; others of
+    these are ``recorded``. The rest of the suite runs for ``live_releases``; others are ``slow``.
+    """
+    live, valid = live_releases(recording), recording.valid()
+    newest = list(load_releases(framework=recording.framework))[-1]
+    for item in items:
+        if not item.path.is_relative_to(recording.suite):
+            continue
+        release = item.callspec.params["release"]
+        if "outcomes" not in item.fixturenames:
+            if release not in live:
+                item.add_marker("slow")
+        elif release != newest and release in valid:
+            item.add_marker("recorded")
+
+
+def every_release(framework: Framework) -> list:
+    """Return all releases as parameters of a test; those that are not live are slow."""
+    live = live_releases(RECORDINGS[framework])
+    return [
+        pytest.param(name, marks=[] if name in live else [pytest.mark.slow])
+        for name in load_releases(framework=framework)
+    ]

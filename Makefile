@@ -18,8 +18,8 @@ quote = '$(subst ','\'',$(1))'
 ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error $(1)=$(strip $(value $(1))): its value must be one line))
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
 # The targets that take variables: scripts/verl_precision/spelling.py has a table of them.
-COMMANDS := run apply-patches unapply-patches status check port carry drift doctor probe preflight recommend plan-memory compare \
-	report collapse sanity setup wheelhouse submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
+COMMANDS := run apply-patches unapply-patches status check port drift doctor probe preflight recommend plan-memory compare \
+	report collapse sanity setup submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
 .PHONY: $(COMMANDS) python browser test help test-all test-quick test-releases test-oat e2e-releases lint lock clean
 $(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS)
 
@@ -39,7 +39,6 @@ unapply-patches: python  ## remove the patches and restore every file exactly
 status: python           ## report which release a tree contains, and whether it is patched
 check: python            ## check that every release's patches apply and reverse exactly
 port: python             ## port a release's patches to another release:  make port FROM=0.9.1 TO=0.9.2   (TO: also a folder; DIR=…; FRAMEWORK=oat)
-carry: python            ## carry a changed patch to the other releases:  make carry PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1   (FRAMEWORK=oat)
 drift: python            ## list the patched files that differ from the closest release:  make drift VERL=/path/to/verl   (or OAT=…)
 
 ##@ Choose a regime for a model and a cluster
@@ -58,7 +57,6 @@ help: python         ## list the targets;  make help-run: the variables of a com
 	@awk -F ': *[a-z ]*## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z0-9-]+:.*## /{printf "  make %-16s %s\n", $$1, $$2}' Makefile
 help-%: python; @exec $(PROGRAM) make $* --help
 setup: python        ## install what is missing and patch the installed verl
-wheelhouse: python   ## pack the wheels for machines without a network:  make wheelhouse DIR=/media/wheels; there: make setup WHEELHOUSE=…
 submit: python       ## run `make run` on a running Ray cluster:  RAY_ADDRESS=http://HEAD:8265 make submit …
 gsm8k: python        ## download GSM8K and write data/gsm8k/{train,test}.parquet
 dapo-math: python    ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet

@@ -52,19 +52,17 @@ DEVELOPMENT = {
         "check": "check that the patches of a release, or of all, apply and reverse exactly",
         "checkout": "make a folder a git tree with the patches of a release as commits",
         "export": "write the commits of such a tree back into the project",
-        "carry": "carry a changed patch to the other releases",
         "pr-branch": "split the patches into branches for upstream, and check them",
         "verify-gpu": "test fp16 on this machine's GPU and measure it",
         "bench": "measure the cost of a precision",
         "bench-amp": "compare fp16, bf16 and fp32 outside verl",
         "setup": "set up the environments of this checkout",
-        "wheelhouse": "pack the wheels of an environment for machines without a network",
         "lock": "resolve requirements/*.in into *.lock again",
     },
 }
 HEADINGS = COMMANDS if INSTALLED else COMMANDS | DEVELOPMENT
 SUMMARIES = {name: summary for commands in HEADINGS.values() for name, summary in commands.items()}
-PATCHES = (*COMMANDS["Patch verl or OAT"], "check", "checkout", "export", "carry")
+PATCHES = (*COMMANDS["Patch verl or OAT"], "check", "checkout", "export")
 MODULES = {"setup": "setup_env", **dict.fromkeys(PATCHES, "patches")}  # those that are not named after their command
 # Packages of other projects that a command needs, by the names under which they are imported.
 MODEL = ("torch", "transformers", "safetensors", "pyarrow", "tqdm")

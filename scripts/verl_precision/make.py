@@ -23,7 +23,7 @@ from verl_precision.paths import PACKAGE, PROGRAM, REPO, SCRIPTS
 from verl_precision.spelling import MADE, PATCHING, TARGETS, arguments
 from verl_precision.words import alternatives, gpu_present, one_of, parse_words
 
-SOURCES = ("TORCH_INDEX_URL", "WHEELHOUSE", "FLASH_ATTN")  # of environments: every target takes them for its set-up
+SOURCES = ("TORCH_INDEX_URL", "FLASH_ATTN")  # of environments: every target takes them for its set-up
 MODULES = (REPO, SCRIPTS, REPO / "tests")  # where the modules are that a target may start
 
 

@@ -30,7 +30,6 @@ WITH_VARIABLES = ("run", "submit", "preflight", "probe", "recommend", "plan-memo
 TARGETS = {
     **dict.fromkeys((*WITH_VARIABLES, "verify-gpu"), MakeTarget()),
     **dict.fromkeys(("sanity", "collapse"), MakeTarget("compare")),
-    "wheelhouse": MakeTarget(environment=False),
     "doctor": MakeTarget(takes=("VERL", "ARGS")),
     **dict.fromkeys(("bench", "bench-amp"), MakeTarget(takes=("ARGS",))),
     "pr-branch": MakeTarget(takes=("VERL", "DIR")),
@@ -43,7 +42,6 @@ TARGETS = {
     "unapply-patches": MakeTarget("unapply", ("FORCE", "VERL", "OAT"), environment=False),
     **dict.fromkeys(("status", "drift"), MakeTarget(takes=("VERL", "OAT"), environment=False)),
     "port": MakeTarget(takes=("FRAMEWORK", "FROM", "TO", "DIR"), environment=False),
-    "carry": MakeTarget(takes=("FRAMEWORK", "PATCH", "FROM", "DIR"), environment=False),
     "check": MakeTarget(takes=(), environment=False),
     "matrix": MakeTarget("-m support.matrix", (), environment=False),
 }
@@ -51,7 +49,6 @@ TARGETS = {
 PATCHING = {name: target.command or name for name, target in TARGETS.items() if "OAT" in (target.takes or ())}
 # The targets that a command of the same settings replaces.
 TRANSLATED = {*PATCHING, *(name for name, target in TARGETS.items() if not target.command)} - {"setup"}
-EXAMPLES = {"port": "FROM=0.9.1 TO=0.9.2", "carry": "PATCH=fsdp-compute-in-the-configured-dtype FROM=0.9.1"}
 # A target in a text, and the variables after it; a value ends before the punctuation of the sentence.
 IN_TEXT = re.compile(r"make ([a-z]+(?:-[a-z]+)*)((?: [A-Z_]+=(?:'[^']*'|[^\s;,)`'\"\\]*[^\s;,.)`'\"\\]))*)")
 
@@ -79,15 +76,13 @@ def arguments(target: str, values: Mapping[str, str], framework: bool = True) ->
     words = (command or target).split()
     if takes is None or target == "doctor":
         return [*words, *as_options(values)]
-    if target in EXAMPLES:
-        for name in re.findall("[A-Z]+(?==)", EXAMPLES[target]):
+    if target == "port":
+        for name in ("FROM", "TO"):
             if not values.get(name):
-                raise Refused(f"{name}: is not set; example: make {target} {EXAMPLES[target]}")
+                raise Refused(f"{name}: is not set; example: make port FROM=0.9.1 TO=0.9.2")
         source = one_of(values, "FRAMEWORK", ["verl", "oat"], "verl")
-        made = f"{source}-{Path(values['TO']).name}" if target == "port" else f"carry-{values['PATCH']}"
-        values = {"DIR": f"outputs/{made.removesuffix('.patch')}"} | {
-            name: each for name, each in values.items() if each
-        }
+        made = f"outputs/{source}-{Path(values['TO']).name}"
+        values = {"DIR": made} | {name: each for name, each in values.items() if each}
     for name in takes:
         if not (value := values.get(name)):
             continue

@@ -53,18 +53,12 @@ STARTED = [
     (["pr-branch", "VERL=/clone"], IN_ITS_ENVIRONMENT, "pr-branch /clone"),
     (["pr-branch", "VERL=/clone", "DIR=/d"], IN_ITS_ENVIRONMENT, "pr-branch /clone --dir /d"),
     (["probe", "PYTHON=python3.12", "DEVICE=cpu"], "PYTHON of cpu python3.12", "probe --device=cpu"),
-    (["wheelhouse", "DIR=/no/where", "PYTHON_VERSION=3.11"], HERE, "wheelhouse --dir=/no/where --python-version=3.11"),
     # the patch tool needs no environment
     (["apply-patches", "VERL=/a b"], HERE, "apply --framework verl '/a b'"),
     (["apply-patches", "VERL=/a", "FIXES=yes"], HERE, "apply --fixes --framework verl /a"),
     (["unapply-patches", "OAT=/a", "FORCE=yes"], HERE, "unapply --force --framework oat /a"),
     (["status", "OAT=/oat"], HERE, "status --framework oat /oat"),
     (["check"], HERE, "check"),
-    (
-        ["carry", "PATCH=a.patch", "FROM=0.2.4", "FRAMEWORK=oat"],
-        HERE,
-        "carry --framework oat a.patch 0.2.4 outputs/carry-a",
-    ),
     (["port", "FROM=0.9.1", "TO=/fork/verl/"], HERE, "port 0.9.1 /fork/verl/ outputs/verl-verl"),
 ]
 

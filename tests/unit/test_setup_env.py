@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,8 +145,7 @@ def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(mon
     monkeypatch.setenv("FLASH_ATTN", "maybe")
     with pytest.raises(Refused, match="^FLASH_ATTN=maybe: must be one of yes, no"):
         setup_env.requested(setup_env.ENVIRONMENTS["cuda"])
-    monkeypatch.delenv("FLASH_ATTN")
-    monkeypatch.setenv("WHEELHOUSE", "/wheels")
+    monkeypatch.setenv("FLASH_ATTN", "no")
     assert setup_env.requested(setup_env.ENVIRONMENTS["cuda"]) == ["cuda.lock"]
 
 
@@ -156,3 +156,28 @@ def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path,
     with pytest.raises(Refused, match="^.venv is a symbolic link to an environment that is not up to date"):
         setup_env.setup("cpu")
     assert environment.path.is_symlink() and not any(environment.path.iterdir())
+
+
+@pytest.mark.subprocess
+def test_environment_is_made_of_a_folder_of_wheels_without_an_index(monkeypatch, tmp_path):
+    """As docs/how-to/offline.md says, of a pure package, a compiled one and one without a wheel."""
+    monkeypatch.setattr(setup_env, "REPO", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements/cpu.torch").write_text("zipp==3.23.0")
+    lock = tmp_path / "requirements/workers.lock"
+    lock.write_text("markupsafe==3.0.3\nantlr4-python3-runtime==4.9.3\n")
+    collect = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", "uv"]
+    subprocess.run([*collect, "-r", tmp_path / "requirements/cpu.torch", "-r", lock], check=True)
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path / "cache"))
+    python = setup_env.setup("workers", sys.executable)
+    subprocess.run([python, "-c", "import antlr4, zipp, markupsafe._speedups"], check=True)
+
+    lock.write_text("markupsafe==3.0.2\n")
+    with pytest.raises(Refused, match="^workers.lock: could not be installed"):
+        setup_env.setup("workers", sys.executable)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert not setup_env.ENVIRONMENTS["workers"].stamp(version).exists(), "the wheels are of other requirements"

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 from verl_precision.patch.apply import apply, unapply
-from verl_precision.patch.carry import carry_patch
 from verl_precision.patch.check import check_all
 from verl_precision.patch.commits import checkout, export
 from verl_precision.patch.port import port
@@ -56,7 +55,6 @@ def run_check(args: argparse.Namespace) -> int:
     return 0 if all(passed for _, passed, _ in outcomes) else 1
 
 
-CONFLICTS = "Exit code: 0 done, 1 refused, or there are conflicts to resolve, which are listed."
 FLAG = {"action": "store_true"}
 # The arguments of the commands, as argparse takes them.
 ARGUMENTS = {
@@ -65,10 +63,9 @@ ARGUMENTS = {
         "help": "a git checkout, an unpacked release or a site-packages folder, default: that of the verl or OAT of "
         "this Python",
     },
-    "patch": {"metavar": "PATCH", "help": "its name, without .patch"},
     "release": {"metavar": "RELEASE", "help": "such as 0.9.1"},
     "to": {"metavar": "TO", "help": "a release on PyPI, or a folder that contains verl or OAT"},
-    "folder": {"type": Path, "metavar": "DIR", "help": "a folder; checkout, port and carry make it"},
+    "folder": {"type": Path, "metavar": "DIR", "help": "a folder; checkout and port make it"},
     "--fixes": {**FLAG, "help": "also apply the series 'fixes', which corrects upstream's defects in any dtype"},
     "--force": {**FLAG, "help": "rename files that were edited since apply to <name>.edited, instead of refusing"},
     "--remove": {**FLAG, "help": "delete patches without a commit"},
@@ -117,14 +114,9 @@ COMMANDS = {
     ),
     "port": (
         lambda args: show(*port(args.release, args.to, args.folder, framework=args.framework)),
-        f"Port the patches of RELEASE to TO, as commits in DIR, and report on each hunk.\n\n{CONFLICTS}",
+        "Port the patches of RELEASE to TO, as commits in DIR, and report on each hunk.\n\n"
+        "Exit code: 0 done, 1 refused, or there are conflicts to resolve, which are listed.",
         ["release", "to", "folder"],
-    ),
-    "carry": (
-        lambda args: show(*carry_patch(args.patch, args.release, args.folder, framework=args.framework)),
-        "Carry a changed patch of RELEASE to the other releases; DIR gets the trees that have conflicts.\n\n"
-        f"{CONFLICTS}",
-        ["patch", "release", "folder"],
     ),
 }
 

@@ -5,9 +5,8 @@ cuda     .venv-cuda: the same for NVIDIA GPUs
 workers  .venv-workers: the tests run the workers of every release in it
 
 An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
-WHEELHOUSE is a folder that ``make wheelhouse`` wrote: the environment is installed from it, without a network.
-FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own. That is the
-default for a WHEELHOUSE, which has no wheel of it.
+FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own. Settings of pip
+count: PIP_NO_INDEX=1 PIP_FIND_LINKS=/media/wheels installs from a folder of wheels, without a network.
 """
 
 from __future__ import annotations
@@ -77,11 +76,6 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
         if environment.path.is_symlink():
             what = f"{environment.folder} is a symbolic link to an environment that is not up to date"
             raise Refused(f"{what}; run make in the checkout that it points to, or remove the link")
-        if wheelhouse := os.environ.get("WHEELHOUSE"):
-            wheels = Path(wheelhouse).expanduser().resolve()
-            if not any(wheels.glob("*.whl")):
-                raise Refused(f"WHEELHOUSE={wheelhouse}: contains no wheels")
-            os.environ |= {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels)}  # of pip and, by find_uv, of uv
         files = requested(environment)
         print(f"setting up {environment.folder} from {' and '.join(files)}: {environment.cost}, once", flush=True)
         if advice:
@@ -98,8 +92,7 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
 
 def requested(environment: Environment) -> list[str]:
     """Return the files to install the environment from: FLASH_ATTN=no leaves that of flash-attn out."""
-    default = "no" if os.environ.get("WHEELHOUSE") else "yes"
-    wanted = one_of({"FLASH_ATTN": os.environ.get("FLASH_ATTN") or default}, "FLASH_ATTN", ["yes", "no"], default)
+    wanted = one_of({"FLASH_ATTN": os.environ.get("FLASH_ATTN") or "yes"}, "FLASH_ATTN", ["yes", "no"], "yes")
     return [name for name in environment.requirements if wanted == "yes" or name != FLASH_ATTN]
 
 
@@ -130,8 +123,6 @@ def install(environment: Environment, files: list[str]) -> None:
             uv.pip("install", "--python", environment.python, "-r", folder / name, *options[Path(name).suffix])
         except subprocess.CalledProcessError as error:
             why = "; FLASH_ATTN=no leaves flash-attn out" if name == FLASH_ATTN else ""
-            if wheelhouse := os.environ.get("WHEELHOUSE"):
-                why = f" from WHEELHOUSE={wheelhouse}, with {environment.python.resolve().name}"
             raise Refused(f"{name}: could not be installed{why}") from error
 
 

@@ -10,14 +10,13 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from verl_precision.errors import Refused
 from verl_precision.files import replace_files, write
 from verl_precision.format import first_three, slug
 from verl_precision.patch.git import DATE, git, unfinished
 from verl_precision.patch.git_objects import package_blobs, package_tree_id
-from verl_precision.patch.releases import FRAMEWORKS, VERL, Framework, Release, find_release, with_trees_after
+from verl_precision.patch.releases import FRAMEWORKS, VERL, Framework, find_release, with_trees_after
 from verl_precision.patch.stack import Patch, Stack, check_trailers, load_stack, make_stack, precision_patches
 from verl_precision.patch.target import find_target
 from verl_precision.patch.wheels import unpacked_wheel
@@ -164,37 +163,22 @@ def file_name(subject: str) -> str:
     return f"{match[1]}-{name}.patch"
 
 
-class PreparedExport(NamedTuple):
-    """A checked export: new contents of the project's files, None for those to delete, and a line on each change."""
-
-    release: Release
-    trees_after: tuple[str, str]
-    contents: Mapping[Path, bytes | None]
-    lines: list[str]
-
-
 def export(tree: Path, project: Path = REPO, remove: bool = False) -> list[str]:
-    """Write the commits of a git tree made by checkout into the project.
+    """Write the commits of a git tree made by checkout into the project: all files, or none.
 
     Args:
         remove: delete the patches of the release that have no commit.
 
     Returns:
         what was written, a line each.
-    """
-    return write_exports([prepare_export(tree, project, remove)], project)
-
-
-def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedExport:
-    """Check the commits of a git tree for ``export``, with its arguments, and write nothing.
 
     Raises:
         Refused: a commit cannot be a patch, a re-export differs, or patches would be deleted without ``remove``.
     """
     tree = Path(os.path.abspath(tree))
     framework, name, patches = read_commits(tree)
-    release = find_release(name, project, framework)
-    folder = framework.home(project) / f"v{name}"
+    release, home = find_release(name, project, framework), framework.home(project)
+    folder = home / f"v{name}"
     lost = sorted({path.name for path in folder.glob("*.patch")} - {patch.name for patch in patches})
     if lost and not remove:  # as after `git cherry-pick --abort` or a subject that was reworded
         cause = f"its export would delete {len(lost)} of the patches of {release}: {first_three(lost)}"
@@ -206,19 +190,10 @@ def prepare_export(tree: Path, project: Path, remove: bool = False) -> PreparedE
     contents = {folder / patch.name: patch.text.encode() for patch in patches}
     contents[folder / "series"] = "".join(f"{patch.name}\n" for patch in patches).encode()
     contents |= {folder / name: None for name in lost}
-    lines = [f"{release}: {len(patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
-    return PreparedExport(release, trees_after, contents, lines)
-
-
-def write_exports(exports: Sequence[PreparedExport], project: Path) -> list[str]:
-    """Write exports of one framework, all of them or none, and return what was written, a line each."""
-    home = exports[0].release.framework.home(project)
-    text, contents = (home / "versions.toml").read_text(), {}
-    for each in exports:
-        text = with_trees_after(each.release, *each.trees_after, text)
-        contents |= each.contents
-    replace_files(contents | {home / "versions.toml": text.encode()}, home)
-    return [line for each in exports for line in each.lines]
+    table = home / "versions.toml"
+    contents[table] = with_trees_after(release, *trees_after, table.read_text()).encode()
+    replace_files(contents, home)
+    return [f"{release}: {len(patches)} patches in {folder}", *(f"deleted {name}" for name in lost)]
 
 
 def package_trees(pristine: Mapping[str, str], patches: Sequence[Patch]) -> tuple[str, str]:

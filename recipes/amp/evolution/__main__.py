@@ -12,11 +12,11 @@ metrics.jsonl and best.pt, the checkpoint of the last generation's best member, 
 ``Policy(env, hidden).load_state_dict(read_checkpoint("best.pt")["model"])`` loads.
 
 After SE-Agent (arXiv 2508.02085), which does so with the trajectories of a language model. Each member runs in a Ray
-task; the nodes of a cluster (--address) need this checkout. The driver decides whether to train in fp16; a worker's own
-environment is not read.
+task; the nodes of a cluster (RAY_ADDRESS) need this checkout. The driver decides whether to train in fp16; a worker's
+own environment is not read.
 """
 
-import socket
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -59,21 +59,12 @@ def replayable_env(name: str, seed: int) -> gymnasium.Env:
 
 
 def start_ray(config: EvolutionConfig) -> str:
-    """Start Ray here, or connect to ``config.address``; return the workers' device, cpu or cuda.
+    """Start Ray here, or join the cluster of RAY_ADDRESS; return the workers' device, cpu or cuda.
 
     A session that runs is used. A task that fits no node is refused: Ray would wait for one indefinitely.
     """
-    if not ray.is_initialized() and not config.address:
-        ray.init(address="local", include_dashboard=False, **QUIET)
-    elif not ray.is_initialized():
-        host, _, port = config.address.rpartition(":")
-        try:
-            if port.isdigit() and "/" not in host:  # Ray itself would wait for minutes
-                socket.create_connection((host, int(port)), timeout=5).close()
-            ray.init(address=config.address, **QUIET)
-        except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"address={config.address} must be a Ray cluster: {reason}") from None
+    if not ray.is_initialized():
+        ray.init(address=os.environ.get("RAY_ADDRESS") or "local", include_dashboard=False, **QUIET)
     has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
     if config.device == "cuda" and not has_gpu:
         raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")

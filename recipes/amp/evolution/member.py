@@ -46,7 +46,6 @@ class EvolutionConfig:
     batch_size: int = option(128, "environment steps per update", "at least 1")
     lr: float = option(5e-3, "learning rate of Adam", "positive")
     loss_scale: float = option(65536.0, "initial loss scale, in float16")
-    address: str = option("", "address of a Ray cluster; by default Ray is started on this machine")
     gpus: float = option(1.0, "share of a GPU for a member's task on device cuda")
 
     def __post_init__(self):

@@ -32,7 +32,7 @@ class PPOConfig:
     """All settings of a run; every field is an option of the command line."""
 
     env: str = option("CartPole-v1", "Gymnasium's name, or module:name; with Discrete actions")
-    out: str = option("", "folder for metrics and checkpoint; a new one unless --resume is given")
+    out: str = option("", "a new folder for metrics and checkpoint")
     use_amp: bool = option(False, f"autocast to --dtype; {KILL_SWITCH}=1 in the environment overrules it")
     dtype: str = option("float16", "dtype of --use-amp: float16 or bfloat16")
     device: str = option("auto", "auto, cpu or cuda; auto trains in float32 on a CPU")
@@ -40,7 +40,6 @@ class PPOConfig:
     seed: int = option(1, "seed of weights, actions, minibatches and environments", "from 0 to 2147483647")
     total_steps: int = option(150_000, "steps of all environments together, in whole updates of num_envs * num_steps")
     eval_episodes: int = option(100, "episodes of the final evaluation, by the most probable actions", "at least 1")
-    resume: bool = option(False, "continue from the checkpoint in --out; the environments are reset")
     num_envs: int = option(32, "number of environments", "at least 1")
     num_steps: int = option(64, "steps of each environment between updates")
     minibatches: int = option(4, "minibatches per epoch", "at least 1")
@@ -230,14 +229,9 @@ class PPO:
         self.updates = self.episodes = 0
         self.returns: deque[float] = deque(maxlen=RETURN_WINDOW)
         self.loss_terms: list[dict[str, torch.Tensor]] = []  # of each minibatch of the last update
-        self.restart_environments()
-
-    def restart_environments(self) -> None:
-        """Reset the environments, to other states each time that the run is resumed."""
-        seed = np.random.SeedSequence((self.config.seed, self.updates)).generate_state(1)
-        self.observations = self.envs.reset(int(seed[0]))
-        self._resets = np.zeros(self.config.num_envs, dtype=bool)  # whether the next step is one
-        self._return_so_far = np.zeros(self.config.num_envs)
+        self.observations = self.envs.reset(int(np.random.SeedSequence((config.seed, 0)).generate_state(1)[0]))
+        self._resets = np.zeros(config.num_envs, dtype=bool)  # whether the next step is one
+        self._return_so_far = np.zeros(config.num_envs)
 
     @property
     def steps(self) -> int:

@@ -30,9 +30,6 @@ CRITICS = ("critic.model.fsdp_config.", "critic.fsdp.")  # of the legacy workers
 UNEVEN = "verl ends with `data size must be divisible by force_group_size * micro_batch_size_per_gpu`"
 DYNAMIC = "log_prob_use_dynamic_bsz"
 KV_HEADS = "num_key_value_heads"
-ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # for which vLLM's CPU build has a kernel
-ALL_SLIDING = ("mistral", "starcoder2")  # without layer_types; other types then alternate by a rule of their class
 OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
 
 
@@ -238,13 +235,8 @@ def unsupported_models(job: DtypeResolver) -> Iterator[Finding]:
     outer = read_config(file)
     config = outer.get("text_config") or outer
     reasons = [missing_kv_heads(config, site)] if on_fsdp else []
-    if job.server == "vllm" and (vllm := package_folder("vllm", site)):
-        if on_fsdp:  # Megatron's weights are sent by vLLM's names
-            reasons.append(mixtral_weights(config, vllm, site))
-        if job.get("trainer.device") == "cpu":
-            reasons.append(latent_attention(config, vllm))
-            if reason := sliding_window_blocks(config, job.get(ENGINE, {}), vllm):
-                yield Finding(f"{MODEL}.path", model, reason, f"+{ENGINE}.block_size=16")
+    if on_fsdp and job.server == "vllm" and (vllm := package_folder("vllm", site)):  # Megatron sends vLLM's names
+        reasons.append(mixtral_weights(config, vllm, site))
     for reason in filter(None, reasons):
         yield Finding(f"{MODEL}.path", model, reason, OTHER)
 
@@ -270,29 +262,4 @@ def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | 
     return (
         f"is a mixtral model, whose experts transformers {release[1]}{release[2]} names mlp.experts: "
         f"vLLM {version(vllm)} cannot load the weights that verl sends"
-    )
-
-
-def latent_attention(config: Mapping[str, Any], vllm: Path) -> str | None:
-    """Return why vLLM's CPU build has no kernel for the latent attention (MLA) of a model."""
-    sizes = {key: config.get(key) for key in LATENT}
-    if sizes["kv_lora_rank"] is None or sizes == LATENT or not str(config.get("model_type")).startswith("deepseek"):
-        return None
-    given, needed = (", ".join(f"{key}={value}" for key, value in each.items()) for each in (sizes, LATENT))
-    return f"has latent attention (MLA) with {given}: vLLM {version(vllm)}'s CPU build has a kernel for {needed} only"
-
-
-def sliding_window_blocks(config: Mapping[str, Any], given: Mapping[str, Any], vllm: Path) -> str | None:
-    """Return why vLLM's CPU build, with the options ``given``, ends if all layers of a model have a sliding window."""
-    source = vllm / "model_executor/layers/attention/attention.py"
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    layers = config.get("layer_types")
-    mixed = set(layers) - {"sliding_attention"} if layers else config.get("model_type") not in ALL_SLIDING
-    if window is None or mixed or given.get("block_size") == 16 or given.get("disable_sliding_window"):
-        return None
-    if not source.exists() or "_largest_kernel_block_within" not in source.read_text():
-        return None
-    return (
-        f"has a sliding window of {window} tokens in all layers, whose KV cache gets blocks of 16 tokens: vLLM "
-        f"{version(vllm)}'s CPU build ends at the first generation, because its kernel expects blocks of 128"
     )

@@ -9,10 +9,8 @@ import pytest
 from verl_precision.doctor.diagnosis import diagnose
 from verl_precision.doctor.job_refusal import ask_doctor, examined
 from verl_precision.doctor.refusals import (
-    latent_attention,
     missing_kv_heads,
     mixtral_weights,
-    sliding_window_blocks,
 )
 from verl_precision.errors import Refused
 from verl_precision.facts.packages import installed_verl
@@ -82,16 +80,6 @@ def test_strategy_of_a_critic_counts_where_there_is_one():
 
 
 @pytest.mark.subprocess
-def test_sliding_window_is_refused_with_the_option_that_trains_it(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mistral", "sliding_window": 4096}))
-    option = f"{ROLLOUT}.engine_kwargs.vllm.block_size=16"
-    refusal = asked("", f"MODEL={tmp_path}")
-    assert refusal.startswith(f"MODEL={tmp_path} has a sliding window of 4096 ")
-    assert refusal.endswith(f"; give ARGS=+{option}")
-    assert asked(f"+{option}", f"MODEL={tmp_path}") is None
-
-
-@pytest.mark.subprocess
 def test_model_that_verl_cannot_run_is_refused_by_its_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", "n_head": 12}))
     refusal = asked("", f"MODEL={tmp_path}")
@@ -118,35 +106,12 @@ def test_models_are_judged_by_the_installed_sources(tmp_path):
         ({}, False),
     ):
         assert bool(missing_kv_heads(config, SITE)) == ends, config
-    vllm, small = SITE / "vllm", {"model_type": "deepseek_v2", "kv_lora_rank": 32, "qk_rope_head_dim": 16}
-    assert "kv_lora_rank=32, qk_rope_head_dim=16" in latent_attention(small, vllm)
-    assert latent_attention(small | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, vllm) is None
-    assert latent_attention({"model_type": "qwen2"}, vllm) is None
-    mixtral = {"model_type": "mixtral"}
+    vllm, mixtral = SITE / "vllm", {"model_type": "mixtral"}
     assert "whose experts transformers 5." in mixtral_weights(mixtral, vllm, SITE)
     assert mixtral_weights({"model_type": "qwen3_moe"}, vllm, SITE) is None
     (tmp_path / "transformers").mkdir()
     (tmp_path / "transformers/__init__.py").write_text('__version__ = "4.57.1"\n')
     assert mixtral_weights(mixtral, vllm, tmp_path) is None, "before 5 the names are vLLM's"
-
-
-def test_sliding_window_in_all_layers_needs_small_blocks(tmp_path):
-    mistral, vllm = {"model_type": "mistral", "sliding_window": 4096}, SITE / "vllm"
-    full, sliding = "full_attention", "sliding_attention"
-    for config, given, ends in (
-        ({}, {}, True),
-        ({"layer_types": [sliding, sliding]}, {}, True),
-        ({}, {"block_size": 128}, True),
-        ({}, {"block_size": 16}, False),
-        ({}, {"disable_sliding_window": True}, False),
-        ({"layer_types": [sliding, full]}, {}, False),  # all get the larger blocks
-        ({"model_type": "gemma2"}, {}, False),  # whose class alternates
-        ({"model_type": "gemma2", "layer_types": [sliding]}, {}, True),
-        ({"sliding_window": None}, {}, False),
-        ({"use_sliding_window": False}, {}, False),
-    ):
-        assert bool(sliding_window_blocks(mistral | config, given, vllm)) == ends, (config, given)
-    assert sliding_window_blocks(mistral, {}, tmp_path) is None, "another vLLM chooses other blocks"
 
 
 def test_tree_without_a_wheel_to_compare_it_with_is_not_examined(monkeypatch, capsys):

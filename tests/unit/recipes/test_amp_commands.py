@@ -43,7 +43,6 @@ INVALID = {
         ("--minibatches=16", "minibatches=16 must be a divisor of num_envs * num_steps = 32 into parts of"),
         ("--num-steps=1", "num_steps=1 must be at least 2"),
         ("--total-steps=31", "total_steps=31 must be at least num_envs * num_steps = 32"),
-        ("--resume", "[Errno 2] No such file or directory: '{out}/checkpoint.pt'"),
     ],
     "world_model": [
         ("--context=10", "context=10 must be at least 1 and below length=10"),

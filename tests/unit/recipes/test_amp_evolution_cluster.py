@@ -57,8 +57,8 @@ def test_missing_gpu_of_the_cluster_is_refused(session, tmp_path):
 
 def test_command_joins_a_cluster(session, tmp_path):
     """The command joins this process's Ray and sets the variable differently from its workers."""
-    command = [sys.executable, "-m", evolution.PROGRAM, *SMALL, f"--address={session['address']}", f"--out={tmp_path}"]
-    environment = os.environ | {VARIABLE: "0", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", evolution.PROGRAM, *SMALL, f"--out={tmp_path}"]
+    environment = os.environ | {VARIABLE: "0", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": session["address"]}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
     assert done.returncode == 0, done.stderr
     assert f"fp16_training=False by environment ({VARIABLE}), float32" in done.stdout

@@ -1,21 +1,17 @@
-"""PPO's command: the files of a run, its resumption, and the committed results on CartPole."""
+"""PPO's command: the files of a run, and the committed results on CartPole."""
 
 import json
 import re
-import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-import torch
-from amp_commands import DTYPES, SMALL, records, refusal, run, small_ppo, words
-from amp_trainer_cases import edited, same_bits, snapshot
+from amp_commands import DTYPES, SMALL, records, run, words
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recipes.amp.checkpoint import read_checkpoint
 from recipes.amp.ppo import __main__ as ppo
 from recipes.amp.ppo import algorithm
-from recipes.amp.ppo.__main__ import resume, save_checkpoint
 from recipes.amp.ppo.algorithm import PPOConfig
 from verl_precision.paths import REPO
 
@@ -66,68 +62,6 @@ def test_checkpoint_of_ppo_contains_its_settings(out):
     assert evaluation["episodes"] == 2 and evaluation["config"] == extra["config"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_resume_restores_all_but_the_environments(dtype, tmp_path):
-    one, other = (small_ppo(dtype, total_steps=192) for _ in range(2))
-    first = one.observations
-    for _ in range(3):
-        one.iterate()
-    save_checkpoint(one, tmp_path / "checkpoint.pt")
-    (tmp_path / "metrics.jsonl").write_text("1\n2\n3\n4\n")
-    resume(other, tmp_path)
-    assert (tmp_path / "metrics.jsonl").read_text() == "1\n2\n3\n"
-    assert same_bits(snapshot(one.trainer), snapshot(other.trainer))
-    assert torch.equal(one.generator.get_state(), other.generator.get_state())
-    assert (one.updates, one.episodes, list(one.returns)) == (other.updates, other.episodes, list(other.returns))
-    assert not torch.equal(other.observations, first), "the first states again"
-    assert other.iterate()["update"] == 4
-
-
-def test_interrupted_run_resumes_from_its_checkpoint(tmp_path, monkeypatch, capsys):
-    """From the first update's: the second is repeated, and the record that was being written is discarded."""
-    iterate, now = algorithm.PPO.iterate, time.time
-
-    def interrupted(ppo: algorithm.PPO) -> dict:
-        if ppo.updates == 2:
-            raise KeyboardInterrupt
-        return iterate(ppo)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(algorithm.PPO, "iterate", interrupted)
-        assert refusal(ppo, *WORDS, f"--out={tmp_path}").startswith("interrupted; the same command with --resume cont")
-    before = records(tmp_path)
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"update": 3, "st')  # the run was killed here
-    monkeypatch.setattr(time, "time", lambda: now() + 2)  # TensorBoard orders files by the second in their names
-    changed = words(total_steps=128, dtype="bfloat16")
-    run(ppo, *WORDS, f"--out={tmp_path}", "--resume", *changed, "--use-amp")
-    assert "resuming after step 32; the environments are reset" in capsys.readouterr().out
-    after = records(tmp_path)
-    assert after[0] == before[0] and [record["update"] for record in after] == [1, 2, 3, 4]
-    steps = [event.step for event in EventAccumulator(str(tmp_path)).Reload().Scalars("approx_kl")]
-    assert steps == [32, 64, 96, 128]
-
-
-@pytest.mark.parametrize(
-    "change, given, message",
-    [
-        (lambda path: None, ["--env=Hand-v0"], "checkpoint.pt: made with env=CartPole-v1, not Hand-v0"),
-        (lambda path: path.write_bytes(path.read_bytes()[:2000]), [], "truncated, or not a checkpoint"),
-        (edited(lambda saved: saved.update(extra={})), [], "not a checkpoint of PPO"),
-        (edited(lambda saved: saved["extra"]["fixed"].update(device="cuda")), [], "made with device=cuda, not cpu"),
-        (lambda path: path.unlink(), [], "No such file or directory"),
-        (lambda path: path.with_name("metrics.jsonl").unlink(), [], "No such file or directory"),
-    ],
-)
-def test_files_that_do_not_fit_are_refused_and_kept(change, given, message, out, tmp_path):
-    for name in ("checkpoint.pt", "metrics.jsonl", "evaluation.json"):
-        (tmp_path / name).write_bytes((out / name).read_bytes())
-    change(tmp_path / "checkpoint.pt")
-    before = {file: file.read_bytes() for file in tmp_path.iterdir()}
-    assert message in refusal(ppo, *IN_FLOAT16, f"--out={tmp_path}", "--resume", *given)
-    assert before == {file: file.read_bytes() for file in tmp_path.iterdir()}
-
-
 def table_rows() -> list[list[str]]:
     """Return the rows of the committed table: dtype, seed, step of 475, return, skips, loss scale, ratio."""
     rows = re.findall(r"^\| ((?:float|bfloat)[^\n]*) \|$", REPORT.read_text(), re.MULTILINE)
@@ -143,7 +77,7 @@ def test_committed_results_solve_cartpole_in_every_dtype():
     assert all(len(each) == 3 for each in returns.values())
     assert min(sum(returns["float16"]), sum(returns["bfloat16"])) >= 0.9 * sum(returns["float32"])
     for key, value in asdict(PPOConfig()).items():
-        varied = key in ("env", "use_amp", "dtype", "device", "compile", "seed", "resume")
+        varied = key in ("env", "use_amp", "dtype", "device", "compile", "seed")
         assert value == "" or varied or f"{key} {value}" in REPORT.read_text(), "results are of the default settings"
 
 

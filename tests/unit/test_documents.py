@@ -101,6 +101,8 @@ def programs(page: str, text: str) -> Iterator[str]:
                 yield f"python -m {module}: no such module"
 
 
+ROOMS = "|".join(sorted(each.name for each in PACKAGE.iterdir() if (each / "__init__.py").exists()))
+FILE_OF_ROOM = re.compile(rf"(?:{ROOMS})/\S+\.(?:py|jinja)")
 PATH = re.compile(r"(?:scripts|configs|tests|patches|recipes|docs|requirements)/[^\s,;:#()'\"{]*")
 ANY = re.compile(r"…|\*|\b[A-Z]{2,}\b|\bv\d+(?:\.\d+)+")  # what stands for another name, as a release's does
 # Paths of verl's repository, too: of the branches for upstream.
@@ -113,6 +115,9 @@ def paths(page: str, text: str) -> Iterator[str]:
     for path in sorted({match[0].rstrip("./") for word in words if (match := PATH.match(word))}):
         if not any(REPO.glob(ANY.sub("*", path))) and path not in UPSTREAM:
             yield f"{path}: no such file"
+    for path in sorted(filter(FILE_OF_ROOM.fullmatch, words)):
+        if not any(PACKAGE.glob(path)):
+            yield f"{path}: no such file in the package"
 
 
 ROOTS = "actor_rollout_ref|critic|trainer|algorithm|data|reward_model|engine"
@@ -218,6 +223,7 @@ WRONG = {
     "`DEVICE=cpu make run PRECISON=fp16`": "make run: PRECISON is not its variable",
     "```text\n$ make status STEPS=2 | cat\n```": "make status: STEPS is not its variable",
     "`scripts/verl_precision/{cli,no}.py`": "scripts/verl_precision/no.py: no such file",
+    "`run/{log,deaths}.py`": "run/deaths.py: no such file in the package",
     "`tests/mutants/AREA.tml`": "tests/mutants/AREA.tml: no such file",
     "`+actor_rollout_ref.actor.dtpye=float16`": "actor_rollout_ref.actor.dtpye: no release has this key",
     "`critic.….{dtype,dtpye}`": "critic.….dtpye: no release has this key",

@@ -74,6 +74,7 @@ def test_head_listens_only_on_loopback_by_default():
     assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}, listening
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_nodes_with_another_verl_are_refused_by_name(cluster, task, trees, tmp_path):
     older = unpacked_wheel("0.8.0", tmp_path / "older")

@@ -93,6 +93,7 @@ def test_summary_reports_the_run_which_is_not_repeated(whole):
     assert refusal.stdout + refusal.stderr == refusal.stderr and refusal.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 def test_resumed_step_is_bit_exact(whole, tmp_path):
     """Model, Adam, head, its Adam, loss scale, RNG and data of the last step, resumed after the one before."""

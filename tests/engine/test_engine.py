@@ -124,7 +124,7 @@ def test_step_takes_one_all_reduce_and_one_device_read(patched, pristine, row):
     assert pristine[0]["fp16"] == {"all_reduces": {"fsdp": 2, "fsdp2": 3}[row.strategy], "host_reads": 4}
 
 
-@by_case("replicated", fsdp="quick", ranks=4)
+@by_case("replicated", ranks=4)
 def test_replicas_agree_on_the_norm_and_on_a_skip(patched):
     for rank in patched:
         assert rank["replicated"] == pytest.approx(rank["sharded"], rel=1e-5)

@@ -108,11 +108,13 @@ def test_sft_trains_adapters_in_fp32_over_a_base_in_fp16(train, tmp_path):
             assert dtypes == {(True, torch.float32), (False, torch.float16)}
 
 
+@pytest.mark.slow
 def test_sft_refuses_contradicting_dtypes(train, tmp_path):
     steps, error = train(tmp_path, "+precision=bf16", "engine.dtype=float16", ranks=1)
     assert not steps and "dtype=bfloat16 and engine.dtype=float16 contradict each other" in error
 
 
+@pytest.mark.slow
 def test_sft_refuses_kept_modules_that_are_no_list(train, tmp_path):
     steps, error = train(tmp_path, "engine.keep_fp32_modules=lm_head", ranks=1)
     assert not steps and "keep_fp32_modules=lm_head" in error

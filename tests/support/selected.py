@@ -21,20 +21,17 @@ def live_releases(recording: Recording) -> set[str]:
 def mark(recording: Recording, items: Iterable[pytest.Item]) -> None:
     """Mark the tests of a conformance suite that `make test` leaves out.
 
-    Those that take recorded outcomes run for the newest release and for releases whose results are not valid; others of
-    these are ``recorded``. The rest of the suite runs for ``live_releases``; others are ``slow``.
+    Those that take recorded outcomes are ``recorded`` for releases whose results are valid. The rest of the suite runs
+    for ``live_releases``; others are ``slow``.
     """
     live, valid = live_releases(recording), recording.valid()
-    newest = list(load_releases(framework=recording.framework))[-1]
     for item in items:
-        if not item.path.is_relative_to(recording.suite):
-            continue
-        release = item.callspec.params["release"]
-        if "outcomes" not in item.fixturenames:
-            if release not in live:
+        if item.path.is_relative_to(recording.suite):
+            release, takes_outcomes = item.callspec.params["release"], "outcomes" in item.fixturenames
+            if takes_outcomes and release in valid:
+                item.add_marker("recorded")
+            elif release not in live:
                 item.add_marker("slow")
-        elif release != newest and release in valid:
-            item.add_marker("recorded")
 
 
 def every_release(framework: Framework) -> list:

@@ -102,6 +102,7 @@ def test_tests_are_selected_by_imports_the_nearest_first(tmp_path):
     assert select_tests("recipes/task/prepare.py", tmp_path) == ("tests/unit/test_a.py",)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_outcomes_are_kept_until_mutant_file_or_tests_change(tmp_path, monkeypatch):
     kept, shown = tmp_path / "outcomes.json", []

@@ -17,6 +17,7 @@ from verl_precision.errors import Refused
 from verl_precision.paths import PROGRAM, SCRIPTS
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_all_parts_are_measured_and_reported(tmp_path):
     run = [*PROGRAM, "bench", "--size", "small", "--sizes", "1,1000000", "--out", tmp_path]

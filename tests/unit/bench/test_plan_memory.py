@@ -105,6 +105,7 @@ def assert_close(each: dict, result: dict) -> str:
     return moment
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_workers_peak_at_the_planned_memory(run_ranks):
     for each, result in zip(QUICK, measured(run_ranks, QUICK), strict=True):

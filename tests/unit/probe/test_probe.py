@@ -107,6 +107,7 @@ def test_report_covers_every_regime(probes):
     assert findings["verdict"] in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_interrupted_probe_resumes(folder, tmp_path, probes):
     out = tmp_path / "out"

@@ -187,6 +187,7 @@ def recommended(words: list[str]) -> list[str]:
     return subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_path, capsys):
     shutil.copytree(folder / "model", tmp_path / "wide")

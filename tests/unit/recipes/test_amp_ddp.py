@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from recipes.amp.trainer import FP16Trainer
 
-pytestmark = pytest.mark.subprocess
+pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 RANKS, PARTS = 2, 3
 
 

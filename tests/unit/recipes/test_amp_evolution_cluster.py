@@ -12,7 +12,7 @@ from support.waiting import TIMEOUT_S
 from recipes.amp.evolution import __main__ as evolution
 from verl_precision.paths import REPO
 
-pytestmark = pytest.mark.subprocess
+pytestmark = [pytest.mark.subprocess, pytest.mark.slow]
 VARIABLE = "ENABLE_FP16_TRAINING"
 SMALL = words(
     generations=1, population=2, replaced=1, episodes=1, revisions=0, recombinations=0, hidden=8, device="cpu"

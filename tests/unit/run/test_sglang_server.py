@@ -60,6 +60,7 @@ json.dump([launch(config) for config in json.loads(sys.argv[1])], sys.__stderr__
 ROLLOUT = "actor_rollout_ref.rollout"
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_regime_reaches_the_server(tiny_model, tmp_path):
     def config(*words: str, args: str = "") -> dict:

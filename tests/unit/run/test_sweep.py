@@ -68,7 +68,7 @@ def test_comparison_is_planned_seed_by_seed_and_finished_runs_stay(tmp_path, cap
     [
         ({"PRECISION": "fp16 fp61"}, "PRECISION=fp61: must be one of bf16"),
         ({"ALGO": "grpo ppo", "RECIPE": "flowrl"}, "ALGO=ppo: RECIPE=flowrl requires grpo"),
-        ({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40"),
+        pytest.param({"STEPS": "30"}, "STEPS=30: .* contains a finished run of 40", marks=pytest.mark.slow),
     ],
 )
 def test_refusal_of_one_run_starts_none(words, refusal, tmp_path):

@@ -29,6 +29,7 @@ def test_settings_that_verl_or_a_recipe_refuses_are_refused_in_one_line(recipe, 
     assert message.startswith(reason) and "\n" not in message
 
 
+@pytest.mark.slow
 def test_lora_is_validated_on_the_platform_of_the_job(tmp_path):
     """verl imports vLLM to check a LoRA's rank, and finds its CPU build only on the CPU platform."""
     loaded = sys.modules.keys() & {"recipes.cpu.platform", "vllm"}

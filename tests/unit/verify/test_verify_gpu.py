@@ -170,6 +170,7 @@ def test_outcomes_of_tests_are_those_of_junit(tmp_path):
     assert [each["outcome"] for each in found.values()] == ["passed", "skipped", "failure", "error"]
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_engine_step_tests_the_installed_tree_of_either_series(tmp_path):
     (tmp_path / "installed").mkdir()

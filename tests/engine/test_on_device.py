@@ -18,10 +18,11 @@ CASES = (
     *("scales_of_two_roles", "cost_of_a_step", "sft_checkpoints", "keep_fp32"),
 )
 FLASH = "faults_flash_attention"  # last, since a kernel that fails ends the process
+pytestmark = pytest.mark.slow  # on a CPU it repeats the other files
 SCRIPT = Path(__file__).with_name("engine_cases.py")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("fsdp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.fixture(scope="module", params=["fsdp", "fsdp2"])
 def outcomes(request, pytestconfig, environment, tiny_model, tmp_path_factory) -> dict:
     """The outcomes of the cases by name; those that an error prevented are missing, and ``log`` has the error."""
     if pytestconfig.getoption("device") == "cpu":

@@ -33,7 +33,8 @@ def test_layout_changes_neither_the_step_nor_the_loss_scale(patched, row):
     assert ("offload_policy" in first) == (row.strategy == "fsdp2")
 
 
-@by_case("three_ranks", ranks=3)
+@pytest.mark.slow
+@by_case("three_ranks", fsdp="quick", ranks=3)
 def test_three_ranks_agree_on_a_skip_of_one(patched, row):
     for rank in patched:
         for name in ("float16", "uneven"):

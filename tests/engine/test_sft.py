@@ -95,6 +95,7 @@ def test_sft_trains_in_fp16_and_saves_after_a_storm(train, tmp_path):
         assert all(tensor.to_local().isfinite().all() for tensor in saved(tmp_path, 5, "model", rank).values())
 
 
+@pytest.mark.slow
 def test_sft_trains_adapters_in_fp32_over_a_base_in_fp16(train, tmp_path):
     lora = ["engine.model_dtype=fp16", "model.lora_rank=4", "model.target_modules=all-linear"]
     # Adapters start at random: with the preset's 65536 a step overflows in some draws, with 98304 in most.

@@ -7,15 +7,11 @@ import pytest
 from support.recorded import RECORDINGS, Recording
 from verl_precision.patch.releases import Framework, load_releases
 
-# verl 0.6.0 has the workers of the next family; 0.5.0 is the newest with configs that are dictionaries.
-UNTYPICAL = {"0.6.0"}
-
 
 def live_releases(recording: Recording) -> set[str]:
-    """Return the newest release of each family, without ``UNTYPICAL`` ones, and those whose results are not valid."""
-    releases = load_releases(framework=recording.framework)
-    newest = {release.family: name for name, release in releases.items() if name not in UNTYPICAL}
-    return set(newest.values()) | releases.keys() - recording.valid()
+    """Return the newest release, and those whose results are not valid."""
+    releases = list(load_releases(framework=recording.framework))
+    return {releases[-1]} | set(releases) - recording.valid()
 
 
 def mark(recording: Recording, items: Iterable[pytest.Item]) -> None:

@@ -74,6 +74,7 @@ def test_every_test_of_the_tables_exists_and_mutants_are_distinct():
     assert len({(mutant.file, mutant.release, mutant.replace, mutant.by) for mutant in TABLE}) == len(TABLE)
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_every_parameter_in_the_tables_exists():
     tests = {test for mutant in TABLE for test in mutant.tests if "[" in test}

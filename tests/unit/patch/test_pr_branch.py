@@ -126,6 +126,7 @@ def made(released: Path, tmp_path_factory) -> tuple[subprocess.CompletedProcess[
     return make_branches(repo, folder / "work", project), repo
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_six_branches_are_green(made):
     done, repo = made
@@ -141,6 +142,7 @@ def test_six_branches_are_green(made):
     assert not (repo.parent / "work").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_each_branch_is_a_commit_on_the_previous_one_with_its_configs_and_its_section_of_the_docs(made):
     _, repo = made

@@ -9,13 +9,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from support.selected import every_release
 from support.trees import contents
 
 from verl_precision.patch.apply import apply, unapply
 from verl_precision.patch.git import run_git
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.precision_module import PACKAGE, load_precision, precision_file
-from verl_precision.patch.releases import VERL, find_release, load_releases
+from verl_precision.patch.releases import VERL, find_release
 from verl_precision.patch.stack import load_stack, release_stacks
 from verl_precision.patch.status import status
 from verl_precision.patch.wheels import wheel
@@ -78,7 +79,7 @@ def test_package_is_loaded_and_leaves_no_bytecode(pristine: Path, tmp_path: Path
     assert Path(sys.modules["precision_of_test.dtypes"].__file__).is_relative_to(other)
 
 
-@pytest.mark.parametrize("release", load_releases())
+@pytest.mark.parametrize("release", every_release(VERL))
 def test_former_stack_is_upgraded_to_either_series(release: str, tmp_path: Path):
     """The former stack of a release was one series, with the files of both."""
     former, root = tmp_path / "former", hooked_files(release, tmp_path / "root")

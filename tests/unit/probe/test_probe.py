@@ -293,6 +293,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(folder, tmp_path, words, expec
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.subprocess
 def test_vllm_mismatch_matches_recorded_runs(tmp_path):

@@ -123,6 +123,7 @@ def test_neither_reference_nor_groups_are_needed_without_their_settings(checked)
     assert (flowrl.anchor, flowrl.reward, flowrl.log_z) == ("old", "score", "none")
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_main_ppo_refuses_before_ray_starts(tiny_model, tmp_path):
     job = replace(parse_job(["DEVICE=cpu", "RECIPE=flowrl", "ARGS=model_engine=megatron"]), model=str(tiny_model))

@@ -164,7 +164,7 @@ def test_nodes_that_the_cluster_no_longer_has_are_lost(query_by, tmp_path):
 
 def test_interruption_ends_the_query(query_by, tmp_path):
     pid = tmp_path / "pid"
-    waits = f"echo $$ > {pid}; kill -INT $PPID; exec sleep 60"
+    waits = f"cat > /dev/null; echo $$ > {pid}; kill -INT $PPID; exec sleep 60"  # once the request is there
     with pytest.raises(KeyboardInterrupt):
         cluster.query_cluster(query_by(waits), tmp_path, {})
     query = int(pid.read_text())

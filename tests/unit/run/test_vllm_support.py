@@ -54,6 +54,7 @@ def site(path: Path, table: str, file: str = "config/model.py") -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 def test_table_lists_the_models_that_the_installed_vllm_refuses(tmp_path):
     done = subprocess.run([sys.executable, "-c", VLLM], capture_output=True, text=True, cwd=tmp_path, check=True)

@@ -69,7 +69,7 @@ bench-amp: python    ## measure fp16 and bf16 outside verl, into docs/results:  
 pr-branch: python    ## split the patches into branches for upstream in a clone of verl, and check them:  make pr-branch VERL=/path/to/clone
 mutants: python      ## put known defects into the project, one at a time; each must fail a test:  make mutants ONLY='doctor probe'  (areas or names)
 matrix: python       ## write the support matrices and the state of GPUs into the documents
-test-all: browser python  ## run every test, in hours: all releases, all configurations of the doctor, whole jobs, a browser
+test-all: browser python  ## run every test, in over an hour: all releases, all configurations of the doctor, whole jobs, a browser
 	$(SETUP) $(DEVICE) workers
 	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"
 test-quick: python    ## run the tests that start no process of torch, verl or Ray, in two minutes

@@ -25,7 +25,7 @@ from verl_precision.paths import PROGRAM
 from verl_precision.run.log import reports
 from verl_precision.run.summary import agreed, by_role
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # seven minutes; test_flowrl.py resumes a run in `make test`
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]  # seven minutes
 
 STEPS, EPOCH, MEASURED = 9, 3, 4
 WORDS = "ALGO=ppo"

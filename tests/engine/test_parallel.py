@@ -15,7 +15,7 @@ def taken(values: list[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-@by_case("layouts")
+@by_case("layouts", fsdp="quick")
 def test_layout_changes_neither_the_step_nor_the_loss_scale(patched, row):
     first, second = patched
     plain = first["plain"]
@@ -34,7 +34,7 @@ def test_layout_changes_neither_the_step_nor_the_loss_scale(patched, row):
 
 
 @pytest.mark.slow
-@by_case("three_ranks", fsdp="quick", ranks=3)
+@by_case("three_ranks", ranks=3)
 def test_three_ranks_agree_on_a_skip_of_one(patched, row):
     for rank in patched:
         for name in ("float16", "uneven"):

@@ -17,6 +17,7 @@ own environment is not read.
 """
 
 import os
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -64,7 +65,15 @@ def start_ray(config: EvolutionConfig) -> str:
     A session that runs is used. A task that fits no node is refused: Ray would wait for one indefinitely.
     """
     if not ray.is_initialized():
-        ray.init(address=os.environ.get("RAY_ADDRESS") or "local", include_dashboard=False, **QUIET)
+        address = os.environ.get("RAY_ADDRESS") or "local"
+        host, _, port = address.rpartition(":")
+        try:
+            if port.isdigit() and "/" not in host:  # Ray itself would wait for minutes
+                socket.create_connection((host, int(port)), timeout=5).close()
+            ray.init(address=address, include_dashboard=False, **QUIET)
+        except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            raise ValueError(f"RAY_ADDRESS={address} must be HOST:PORT of a Ray cluster: {reason}") from None
     has_gpu = ray.cluster_resources().get("GPU", 0) >= 1
     if config.device == "cuda" and not has_gpu:
         raise ValueError("device=cuda must be auto or cpu: Ray has no GPU here")

@@ -5,8 +5,8 @@ cuda     .venv-cuda: the same for NVIDIA GPUs
 workers  .venv-workers: the tests run the workers of every release in it
 
 An environment that is up to date is left as it is. TORCH_INDEX_URL is a further package index, of torch's CPU builds.
-FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own. Settings of pip
-count: PIP_NO_INDEX=1 PIP_FIND_LINKS=/media/wheels installs from a folder of wheels, without a network.
+FLASH_ATTN=no leaves out flash-attn, which takes long to compile; verl's attention is then torch's own. pip's settings
+apply: PIP_NO_INDEX=1 PIP_FIND_LINKS=/media/wheels installs from a folder of wheels, without a network.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import gymnasium
 import numpy as np
 import pytest
+import ray
 import torch
 from amp_commands import records
 
@@ -219,6 +220,13 @@ def test_mutated_copies_of_the_best_replace_the_worst(env):
     assert [each.checkpoint for each in following] == [b"\0", None, b"\2", None]
     _, following = next_generation(replace(TINY, population=4, replaced=0), 0, members, [5.0, 1.0, 9.0, 3.0])
     assert following == members
+
+
+def test_address_without_a_cluster_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ValueError, match="^RAY_ADDRESS=127.0.0.1:1 must be HOST:PORT of a Ray cluster: .*refused$"):
+        start_ray(TINY)
 
 
 @pytest.mark.parametrize(

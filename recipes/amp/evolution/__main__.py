@@ -64,13 +64,15 @@ def start_ray(config: EvolutionConfig) -> str:
 
     A session that runs is used. A task that fits no node is refused: Ray would wait for one indefinitely.
     """
-    if not ray.is_initialized():
-        address = os.environ.get("RAY_ADDRESS") or "local"
+    address = os.environ.get("RAY_ADDRESS")
+    if not ray.is_initialized() and not address:
+        ray.init(address="local", include_dashboard=False, **QUIET)
+    elif not ray.is_initialized():
         host, _, port = address.rpartition(":")
         try:
             if port.isdigit() and "/" not in host:  # Ray itself would wait for minutes
                 socket.create_connection((host, int(port)), timeout=5).close()
-            ray.init(address=address, include_dashboard=False, **QUIET)
+            ray.init(address=address, **QUIET)
         except (OSError, RuntimeError, ValueError) as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"RAY_ADDRESS={address} must be HOST:PORT of a Ray cluster: {reason}") from None

@@ -74,13 +74,13 @@ def try_mutants(
         return killer
 
     def work(folder: Path, chosen: Sequence[Mutant]) -> None:
-        space = Workspace(folder)
-        for mutant in chosen:
-            try:
-                outcomes[mutant.name] = Outcome(find_killer(mutant, space))
-            except Refused as refusal:  # the others are tried all the same
-                outcomes[mutant.name] = Outcome(problem=str(refusal))
-            show(mutant, outcomes[mutant.name])
+        with Workspace(folder) as space:
+            for mutant in chosen:
+                try:
+                    outcomes[mutant.name] = Outcome(find_killer(mutant, space))
+                except Refused as refusal:  # the others are tried all the same
+                    outcomes[mutant.name] = Outcome(problem=str(refusal))
+                show(mutant, outcomes[mutant.name])
 
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(jobs) as pool:
         workers = [pool.submit(work, Path(scratch, str(each)), mutants[each::jobs]) for each in range(jobs)]

@@ -3,10 +3,12 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+
+from support.fork_server import ForkServer
 
 from mutants.table import Mutant
 from verl_precision.errors import Refused
@@ -18,17 +20,22 @@ from verl_precision.paths import REPO
 # pytest's exit codes, 2 and (where a test is named) 4: of an import; with any other the tests did not run.
 NO_FAILURE, FAILURES = 0, (1, 2, 4)
 LIMIT_S = 1800
+PYTEST_IN = REPO / "tests/e2e/pytest_in.py"
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
 SUITE, OF_FIXES = "tests/conformance/verl/", "empty_adapter"  # the case that runs on a tree with both series
 MARKERS = "not gpu and not e2e"
+# What tests import of others, some 5 s; pytest runs in forks of a process that has.
+PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "transformers.models.auto.modeling_auto")
+PRELOAD += ("peft", "tensordict", "torchdata.stateful_dataloader", "datasets", "hydra", "ray", "pytest")
 # Fails on every mutant of this repository, whose text it does not find any more.
 OF_THE_TABLES = "tests/unit/test_mutants.py::test_every_mutant_changes_the_program"
 
 
 class Workspace:
-    """A copy of the checkout, changes that are not committed included, in ``folder``."""
+    """A copy of the checkout, changes that are not committed included, in ``folder``; a context manager."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.root = folder / "checkout"
         self.trees = folder / "trees"
         subprocess.run(["git", "clone", "--quiet", "--shared", REPO, self.root], check=True)
@@ -43,6 +50,19 @@ class Workspace:
         for name in SHARED:
             if (REPO / name).exists():
                 (self.root / name).symlink_to(REPO / name)
+
+    @cached_property
+    def server(self) -> ForkServer:
+        """The process from which pytest is forked."""
+        environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        return ForkServer(PRELOAD, self.folder / "server.log", environment=environment)
+
+    def __enter__(self) -> "Workspace":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if "server" in self.__dict__:
+            self.server.__exit__()
 
     def tree(self, mutant: Mutant) -> Path:
         """Return the folder of the mutant's file: the checkout, or its patched release, by default the newest.
@@ -87,20 +107,19 @@ class Workspace:
             Refused: the tests did not run, e.g. because a test does not exist, or did not end.
         """
         markers = MARKERS if mutant.tests else f"{MARKERS} and not slow"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", markers]
-        command.append(f"--deselect={OF_THE_TABLES}")
+        options = ["-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", markers, f"--deselect={OF_THE_TABLES}"]
         if (tree := self.tree(mutant)) != self.root:
-            command.append(f"--{mutant.file.partition('/')[0]}-tree={tree}")
+            options.append(f"--{mutant.file.partition('/')[0]}-tree={tree}")
         # pytest cuts its summary to the terminal's width
         environment = os.environ | {"COLUMNS": "1000", "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-        options = {"cwd": self.root, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT_S}
-        try:
-            done = subprocess.run([*command, *tests], **options)
-        except subprocess.TimeoutExpired as late:
-            raise Refused(f"{mutant.name}: {late}") from late
-        if done.returncode == NO_FAILURE:
+        words = [PYTEST_IN, self.root, *options, *tests]
+        finished = self.server.run(words, environment, self.folder, ranks=1, limit_s=LIMIT_S)
+        printed = (self.folder / "rank_0.log").read_text()
+        if finished.late:
+            raise Refused(f"{mutant.name}: its tests did not end within {LIMIT_S} s")
+        if finished.codes == [NO_FAILURE]:
             return ""
-        summary = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-        if done.returncode not in FAILURES or not summary:
-            raise Refused(f"{mutant.name}: pytest ended with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+        summary = [line for line in printed.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        if finished.codes[0] not in FAILURES or not summary:
+            raise Refused(f"{mutant.name}: pytest ended with {finished.codes[0]}: {printed[-2000:]}")
         return summary[0].partition(" ")[2].partition(" - ")[0]

@@ -15,7 +15,7 @@ from support.trees import contents, edit
 from verl_precision.errors import Refused
 from verl_precision.files import write
 from verl_precision.patch.apply import apply, unapply
-from verl_precision.patch.closest import closest, unfit_hunks
+from verl_precision.patch.closest import closest, count_unfit, unfit_hunks
 from verl_precision.patch.git_objects import package_blobs
 from verl_precision.patch.stack import load_stacks, make_stack
 from verl_precision.patch.status import examine, status
@@ -102,6 +102,12 @@ def test_hunks_decide_which_release_is_closest(tiny: Path, target: Path, state: 
     for path in (ENGINE, CONFIG):
         (target / path).write_text("mine\n")
     assert closest(package_blobs(target), read, [own, few]) is own
+
+
+def test_hunk_that_upstream_has_taken_over_fits_beside_one_that_it_has_not():
+    sides = [("\nold a\n", "\nnew a\n"), ("\nold b\n", "\nnew b\n")]
+    texts = ("\nnew a\nold b\n", "\nold a\nold b\n", "\nnew a\nmine\n")
+    assert [count_unfit(text, sides) for text in texts] == [0, 0, 1]
 
 
 def test_stack_of_another_project_version_is_named(project: Path, pristine: Path, patched: Path, tmp_path: Path):

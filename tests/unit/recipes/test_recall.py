@@ -82,6 +82,8 @@ def test_lift_beyond_float16_is_refused_with_the_largest_that_fits(seed):
     with pytest.raises(prepare.PreparationError, match="logits would exceed 65504; the largest that fits is") as error:
         prepare.lift_logits(model, tokenizer, SHORT, 1e6)
     largest = float(str(error.value).rsplit(" ", 1)[1])
+    with pytest.raises(prepare.PreparationError):
+        prepare.lift_logits(model, tokenizer, SHORT, largest + 1)
     assert 65000 < prepare.lift_logits(model, tokenizer, SHORT, largest)["logits_max"] < 65504
 
 

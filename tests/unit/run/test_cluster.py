@@ -158,7 +158,7 @@ def test_query_without_an_answer_is_refused(query_by, tmp_path, capfd):
 def test_nodes_that_the_cluster_no_longer_has_are_lost(query_by, tmp_path):
     """What Ray itself prints is not treated as an answer."""
     nodes = [{"node": "first", "id": "1"}, {"node": "second", "id": "2"}]
-    noisy = """echo 'ray: connected'; echo '{"answer": ["1", "3"]}'"""
+    noisy = """echo 'ray: connected'; echo '{"answer": ["1", "3"]}'; echo 'ray: disconnected'"""
     assert cluster.lost_nodes(query_by(noisy), tmp_path, nodes) == ["second"]
 
 

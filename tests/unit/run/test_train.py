@@ -258,6 +258,18 @@ def test_attempt_adds_to_the_record_and_removes_an_older_summary(tmp_path, monke
         assert 150 < record["wall_s"] < 170 and record["peak_memory_gib"] == peak_gib
 
 
+@pytest.mark.parametrize(("cluster", "shared"), [("", False), ("127.0.0.1:6379", True)])
+def test_requests_of_other_jobs_count_only_on_a_ray_of_its_own(cluster, shared, tmp_path, monkeypatch):
+    def attempt(job, out, record, log, progress, watchdog) -> tuple[dict, int]:
+        assert watchdog.reader.shared_ray == shared
+        return {"code": 0}, 2
+
+    monkeypatch.setattr(train, "attempt", attempt)
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    config = SimpleNamespace(trainer=SimpleNamespace(total_training_steps=2))
+    assert train.train(parse_job(["DEVICE=cpu"]), config, tmp_path, {}, None) == 0
+
+
 def test_process_whose_memory_may_not_be_read_is_left_out(monkeypatch):
     def denied(process: psutil.Process) -> None:
         raise psutil.AccessDenied(process.pid)

@@ -60,7 +60,7 @@ def try_mutants(
             return last["killer"]
         with space.mutated(mutant):
             killer = ""
-            if last.get("killer"):  # it goes first
+            if last.get("killer", "-").startswith(tuple(tests)):  # it goes first
                 with suppress(Refused):  # it is gone, or no test of `make test` any more
                     killer = space.first_failure([last["killer"]], mutant)
             killer = killer or space.first_failure(tests, mutant)

@@ -172,10 +172,13 @@ def test_wrong_tables_are_refused(tmp_path):
             load(tmp_path)
 
 
-def trial_of(mutants: dict[str, Mutant], tmp_path: Path) -> dict[str, Outcome]:
+GONE = f"{HARMLESS.tests[0]}[gone]"
+
+
+def trial_of(mutants: dict[str, Mutant], tmp_path: Path, killer: str = GONE) -> dict[str, Outcome]:
     """Try mutants under these names, whose last killer is gone, and return their outcomes by name."""
     named = [replace(mutant, name=name) for name, mutant in mutants.items()]
-    last = {"key": "", "killer": "tests/unit/test_mutants.py::test_gone[1]"}
+    last = {"key": "", "killer": killer}
     write_json(tmp_path / "outcomes.json", dict.fromkeys(mutants, last))
     return try_mutants(named, 1, lambda *_: None, tmp_path / "outcomes.json")
 
@@ -196,7 +199,16 @@ def test_mutant_that_cannot_be_judged_is_a_problem(tmp_path):
 def test_killer_that_fails_without_the_mutant_is_a_problem(tmp_path, monkeypatch):
     monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tests[0])
     outcomes = trial_of({"fails": HARMLESS}, tmp_path)
-    assert "test_gone[1] fails without the mutant, too" in outcomes["fails"].problem
+    assert f"{GONE} fails without the mutant, too" in outcomes["fails"].problem
+
+
+@pytest.mark.parametrize(("killer", "first"), [(GONE, [[GONE]]), ("tests/engine/test_engine.py::test_other", [])])
+def test_last_killer_goes_first_only_if_it_is_one_of_the_mutants_tests(killer, first, tmp_path, monkeypatch):
+    """Another one may need another tree."""
+    tried = []
+    monkeypatch.setattr(Workspace, "first_failure", lambda self, tests, mutant: tried.append(list(tests)) or "")
+    assert trial_of({"harmless": HARMLESS}, tmp_path, killer) == {"harmless": Outcome()}
+    assert tried == [*first, list(HARMLESS.tests)]
 
 
 def test_workspace_is_the_checkout_as_it_is(tmp_path, monkeypatch):

@@ -120,7 +120,8 @@ def install(environment: Environment, files: list[str]) -> None:
     }
     for name in files:
         try:
-            uv.pip("install", "--python", environment.python, "-r", folder / name, *options[Path(name).suffix])
+            words = ["--compile-bytecode", "--python", environment.python, "-r", folder / name]  # as pip does
+            uv.pip("install", *words, *options[Path(name).suffix])
         except subprocess.CalledProcessError as error:
             why = "; FLASH_ATTN=no leaves flash-attn out" if name == FLASH_ATTN else ""
             raise Refused(f"{name}: could not be installed{why}") from error

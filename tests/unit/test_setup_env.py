@@ -135,7 +135,7 @@ def test_locks_are_installed_without_further_packages(monkeypatch, uv, name, fla
     monkeypatch.setenv("TORCH_INDEX_URL", "https://torch")
     environment = setup_env.ENVIRONMENTS[name]
     setup_env.install(environment, setup_env.requested(environment))
-    assert uv.calls == [f"install --python {environment.python} {words}" for words in expected]
+    assert uv.calls == [f"install --compile-bytecode --python {environment.python} {words}" for words in expected]
 
 
 def test_flash_attn_that_cannot_be_built_is_named_with_the_way_to_do_without(monkeypatch, uv):

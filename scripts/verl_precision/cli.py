@@ -39,6 +39,7 @@ COMMANDS = {
         "probe": "measure the mismatch of a model in every regime, before training",
         "recommend": "preflight and probe, then one answer",
         "plan-memory": "plan the GPU memory of a job, without a GPU",
+        "check-kernels": "compile the kernels of a job for GPUs that are not here",
     },
     "Train and compare": {
         "run": "train with verl in a regime",
@@ -72,6 +73,7 @@ JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
 NEEDS = {
     **{"preflight": MODEL, "probe": PROBE, "recommend": PROBE, "plan-memory": CONFIG, "run": JOB},
+    "check-kernels": ("verl", "vllm", "triton", "torch", "tqdm"),
     **{"submit": JOB, "compare": REPORT, "report": REPORT},
     "verify-gpu": ("torch",),
 }
@@ -90,7 +92,7 @@ def overview() -> str:
     lines = ["usage: verl-precision COMMAND [OPTION ...]", ""]
     lines += ["Make verl train and roll out in the same 16 bits, on the release that you already run.", ""]
     for heading, commands in HEADINGS.items():
-        lines += [f"{heading}:", *(f"  {name:<12} {summary}" for name, summary in commands.items()), ""]
+        lines += [f"{heading}:", *(f"  {name:<13} {summary}" for name, summary in commands.items()), ""]
     lines.append("verl-precision COMMAND --help describes a command; verl-precision --version lists the stacks.")
     return "\n".join(lines)
 

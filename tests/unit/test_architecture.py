@@ -22,6 +22,7 @@ ROOMS = {
     "probe": {"run"},
     "report": {"run"},
     "bench": set(),
+    "kernels": set(),
     "verify": {"patch", "run"},
 }
 ROOMS["commands"] = set(ROOMS)

@@ -32,6 +32,8 @@ SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
 TRUNCATION = "algorithm.rollout_correction.rollout_is_threshold"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
 MISMATCH_FREQ = "trainer.mismatch_freq"
+HEADS = "verl/utils/experimental/torch_functional.py"  # verl's fused head in torch
+KEPT_GRADIENT = "hidden_states.requires_grad_("  # its line from 0.9.0 on
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
@@ -242,6 +244,25 @@ def lost_in_the_model(job: DtypeResolver) -> Iterator[Finding]:
 # --- the rollout: its dtypes, routers, determinism, and what uses the mismatch ----------------------------------------
 
 
+def fused_heads(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield verl's fused heads where their numbers are wrong, or where their gradient may be lost."""
+    key, backend = f"{MODEL}.use_fused_kernels", f"{MODEL}.fused_kernel_options.impl_backend"
+    if job.get(key) is not True:
+        return
+    on_fsdp = job.on_fsdp("actor")
+    if not on_fsdp or job.get(backend) == "triton":
+        effect = "computes with Triton kernels: log p is infinite for a token whose logits are all below -104, and "
+        effect += "gradients are not finite from about -100 on (verl #7439)"
+        fix = f"{backend}=torch" if on_fsdp else f"{key}=false"
+        yield Finding(*((backend, "triton") if on_fsdp else (key, True)), effect, fix)
+        return
+    source = job.tree.root / HEADS
+    if not job.get(f"{MODEL}.use_remove_padding") and source.exists() and KEPT_GRADIENT not in source.read_text():
+        effect = f"gives the model no gradient in {job.tree.name} if its last hidden states are not contiguous and a "
+        effect += "micro-batch has several rows (verl #7235)"
+        yield Finding(key, True, effect, f"{MODEL}.use_remove_padding=true")
+
+
 def rollout_dtypes(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a dtype that the model decides or no server takes, quantization, and a cache or a wire in other dtypes."""
     key, kwargs = f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{job.server}"
@@ -364,6 +385,7 @@ FINDINGS = (
     loss_scaling,
     megatron,
     roles_beside_the_actor,
+    fused_heads,
     rollout_dtypes,
     routers_of_one_side,
     determinism,

@@ -29,6 +29,13 @@ def read_config(file: Path) -> dict:
         raise Refused(f"{file} is not JSON: {error}") from error
 
 
+def largest_head(file: Path) -> int:
+    """Return the largest size of an attention head that a config.json states; 0 if it states none."""
+    outer = read_config(file)
+    config = outer.get("text_config") or outer
+    return max(config.get("head_dim") or 0, config.get("global_head_dim") or 0)
+
+
 def lost_softcap(model: str, attention: str | None) -> str | None:
     """Return what a trainer with this attention leaves out of ``model``, a folder or a name on the Hugging Face Hub.
 

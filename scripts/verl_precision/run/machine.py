@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu, find_gpus
+from verl_precision.facts.models import config_file, largest_head
 from verl_precision.run.job import Job
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ DEFAULT_ATTENTION = "flash_attention_2"  # of verl
 WORKERS = "trainer.n_gpus_per_node"
 CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
 GUIDE = "docs/how-to/gpus.md"
+# The GPUs on which heads of more than 256 exceed a block's shared memory in vLLM's attention (docs/results/kernels.md).
+SMALL_MEMORY, LARGEST_HEAD = (7, 5), 256
 
 
 def preset_of(gpu: Gpu) -> str:
@@ -68,7 +71,7 @@ def fit_to_gpus(job: Job) -> tuple[Job, str]:
 
 
 def check_gpus(job: Job, config: "DictConfig") -> None:
-    """Refuse GPUs without kernels in this torch, emulated bfloat16, and flash attention that does not run."""
+    """Refuse GPUs without kernels in this torch, emulated bfloat16, and attention that does not run."""
     from verl.trainer.ppo.utils import need_critic
 
     gpus = find_gpus()
@@ -84,6 +87,13 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
         raise Refused(
             f"PRECISION={job.precision}: {', '.join(in_bf16)} would compute in bfloat16, which {gpu} emulates and "
             "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
+        )
+    model = config.actor_rollout_ref.model.path
+    small = next((each for each in gpus if each.capability == SMALL_MEMORY), None)
+    if small and (file := config_file(model)) and (head := largest_head(file)) > LARGEST_HEAD:
+        raise Refused(
+            f"MODEL={model}: has attention heads of {head}, at most {LARGEST_HEAD} are possible on {small}: "
+            f"vLLM's attention would exceed its shared memory; see {GUIDE}"
         )
     if missing := flash_attention_missing(gpu):
         for role, model in models.items():

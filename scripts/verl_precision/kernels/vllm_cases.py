@@ -57,7 +57,7 @@ def become(generation: Generation) -> None:
 
 
 def attention(model: Model, dtype: torch.dtype) -> None:
-    """Launch unified attention: prefills with decodes, then decodes alone, which are split into segments."""
+    """Launch unified attention: prefills with decodes, then only decodes, which are split into segments."""
     unified = load(f"{OPS}.triton_unified_attention", "unified_attention")
     cache = tensor(BLOCKS, BLOCK_SIZE, model.kv_heads, model.head_size, dtype=dtype)
     window = (model.window - 1, 0) if model.window else (-1, -1)

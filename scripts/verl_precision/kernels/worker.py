@@ -1,6 +1,6 @@
 """Compile the kernels of a verl job for one generation: ``python -m verl_precision.kernels.worker sm75 DTYPE ...``.
 
-Prints a JSON object a line: a kernel, or what could not be recorded. A process of its own for each generation: verl
+Prints a JSON object a line: a kernel, or what could not be recorded. A separate process for each generation: verl
 and vLLM choose some constants as they are imported.
 """
 

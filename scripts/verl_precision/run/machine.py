@@ -88,11 +88,11 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
             f"PRECISION={job.precision}: {', '.join(in_bf16)} would compute in bfloat16, which {gpu} emulates and "
             "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
         )
-    model = config.actor_rollout_ref.model.path
+    path = config.actor_rollout_ref.model.path
     small = next((each for each in gpus if each.capability == SMALL_MEMORY), None)
-    if small and (file := config_file(model)) and (head := largest_head(file)) > LARGEST_HEAD:
+    if small and (file := config_file(path)) and (head := largest_head(file)) > LARGEST_HEAD:
         raise Refused(
-            f"MODEL={model}: has attention heads of {head}, at most {LARGEST_HEAD} are possible on {small}: "
+            f"MODEL={path}: has attention heads of {head}, at most {LARGEST_HEAD} are possible on {small}: "
             f"vLLM's attention would exceed its shared memory; see {GUIDE}"
         )
     if missing := flash_attention_missing(gpu):

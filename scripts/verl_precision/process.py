@@ -1,11 +1,18 @@
 """Start a child process that does not outlive this one, and treat the signals that end a process alike."""
 
 import ctypes
+import json
+import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
+
+from verl_precision.errors import Refused
+from verl_precision.paths import REPO, SCRIPTS
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
@@ -42,3 +49,34 @@ def start_child(
         start_new_session=True,
         preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
     )
+
+
+def stdout_of_json() -> IO[str]:
+    """Return this process's stdout, for the lines that :func:`json_lines` reads; what else is printed joins stderr."""
+    lines = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    return lines
+
+
+def json_lines(module: str, *words: str, environment: Mapping[str, str]) -> Iterator[dict]:
+    """Run a module of this package without a GPU, in a process, and yield the JSON objects that it prints as they come.
+
+    Args:
+        module: after ``verl_precision.``; what it prints to stderr is dropped unless it fails.
+        environment: beside this process's.
+
+    Raises:
+        Refused: it failed; the message has its last line.
+    """
+    common = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    common["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPO), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-W", "ignore", "-m", f"verl_precision.{module}", *words]
+    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    variables = os.environ | common | environment
+    with tempfile.TemporaryFile("w+") as log:
+        with subprocess.Popen(command, cwd=SCRIPTS, env=variables, stderr=log, **streams) as process:
+            yield from map(json.loads, process.stdout)
+        if process.returncode:
+            log.seek(0)
+            last = log.read().strip().rpartition("\n")[2]
+            raise Refused(f"{' '.join([module, *words])}: ended with exit code {process.returncode}: {last}")

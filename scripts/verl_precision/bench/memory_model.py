@@ -31,7 +31,8 @@ class TrainedModel:
     offload_adam: bool = False
     deferred: bool = False  # gradients are reduced after the last micro-batch (use_no_sync_for_gradient_accumulation)
     fused_head: bool = False  # the logits are never materialized (use_fused_kernels)
-    logits_twice: bool = False  # before and after a temperature other than 1, or with and without padding
+    padded: bool = False  # sequences keep their padding (use_remove_padding is off)
+    scaled: bool = False  # logits are divided by a temperature other than 1
 
     @property
     def head(self) -> int:
@@ -40,7 +41,17 @@ class TrainedModel:
 
     @property
     def parameters(self) -> int:
-        return self.shape.layers * self.shape.block + self.shape.embedding + self.shape.hidden + self.head
+        return self.shape.layers * self.block + self.shape.embedding + self.shape.hidden + self.head
+
+    @property
+    def block(self) -> int:
+        """Parameters of a layer as FSDP shards and gathers it.
+
+        FSDP2 shards a tensor by its first dimension, which is the expert's, and pads it to one expert on each rank.
+        """
+        experts = self.shape.experts
+        sharded = self.shards * -(-experts // self.shards) if self.strategy == "fsdp2" else experts
+        return self.shape.block + 3 * self.shape.hidden * self.shape.intermediate * (sharded - experts)
 
     @property
     def adapters(self) -> int:
@@ -77,7 +88,8 @@ class TrainedModel:
         The loss adds none: flash-attn's cross entropy writes its gradient over the logits.
         """
         elements = 0 if self.critic or self.fused_head else self.tokens * self.shape.vocab
-        return elements * ((1 + self.logits_twice) * BYTES[self.compute] + more)
+        copies = 1 + (self.padded or self.scaled)  # with and without padding, or before and after the temperature
+        return elements * (copies * BYTES[self.compute] + more)
 
     def activations(self) -> tuple[int, int]:
         """Return the bytes saved at the end of the forward pass, and those of one layer that backward recomputes."""
@@ -98,12 +110,13 @@ class TrainedModel:
         fsdp1, several = self.strategy == "fsdp", self.micro_batches > 1
         saved, recomputed = self.activations()
         # Parameters that are gathered, and those that have gradients.
-        block, outside = s.block + self.adapters, s.embedding + s.hidden + self.head
+        block, outside = self.block + self.adapters, s.embedding + s.hidden + self.head
         if self.lora_rank:
-            block_trained, embedding, head, outside_trained = self.adapters, 0, 0, 0
+            block_trained, gradient, embedding, head, outside_trained = self.adapters, self.adapters, 0, 0, 0
             largest = self.lora_rank * max(s.hidden, s.query_width, s.intermediate)
         else:
-            block_trained, embedding, head, outside_trained = block, s.embedding, self.head, outside
+            # a layer's gradient before it is padded to be reduced
+            block_trained, gradient, embedding, head, outside_trained = block, s.block, s.embedding, self.head, outside
             largest = max(embedding, head)
         gradients = r * self.trained // n
         earlier = gradients if several else 0
@@ -118,7 +131,7 @@ class TrainedModel:
                 "gradients": earlier,
                 "gathered": root,
                 "activations": saved,
-                "logits": self.logit_bytes(),
+                "logits": self.logit_bytes(c * self.padded),  # their gradient with padding begins as zeros
             },
             "head": {  # its gradient is computed from the gradient of the logits while the last layer is gathered
                 "gradients": earlier + c * head,
@@ -127,7 +140,7 @@ class TrainedModel:
                 "logits": self.logit_bytes(),
             },
             "layer": {  # the one before it is gathered, too
-                "gradients": earlier + (c * head if fsdp1 else r * head // n) + c * block_trained,
+                "gradients": earlier + (c * head if fsdp1 else r * head // n) + c * gradient,
                 "gathered": root + 2 * layer,
                 "reduced": r * block_trained if fsdp1 else r * max(head, block_trained),
                 "activations": saved + recomputed,
@@ -150,7 +163,7 @@ class TrainedModel:
         """
         s, c = self.shape, BYTES[self.compute]
         root = c * (s.embedding + s.hidden + self.head) * self.copied if self.strategy == "fsdp" else 0
-        unit = max(s.block + self.adapters, 0 if root else self.head)
+        unit = max(self.block + self.adapters, 0 if root else self.head)
         return {
             "layers": {
                 "gathered": root + 2 * c * unit * self.copied,  # a unit and the next

@@ -268,5 +268,6 @@ def trained_model(config: "DictConfig", shape: ModelShape, length: int, critic: 
         offload_adam=engine.optimizer_offload,
         deferred=engine.use_no_sync_for_gradient_accumulation and not always_synced,
         fused_head=bool(model.get("use_fused_kernels", False)),
-        logits_twice=config.actor_rollout_ref.rollout.temperature != 1 or not model.use_remove_padding,
+        padded=not model.use_remove_padding,
+        scaled=config.actor_rollout_ref.rollout.temperature != 1,
     )

@@ -127,4 +127,7 @@ MODELS = {
     "Qwen/Qwen2.5-32B": entries("qwen2", 152064, 5120, 27648, 64, 40, 8),
     "Qwen/Qwen3-8B": entries("qwen3", 151936, 4096, 12288, 36, 32, 8, head_dim=128),
     "Qwen/Qwen3-30B-A3B": entries("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, head_dim=128, **EXPERTS),
+    "Qwen/Qwen3-235B-A22B": entries(
+        "qwen3_moe", 151936, 4096, 12288, 94, 64, 4, head_dim=128, **EXPERTS | {"moe_intermediate_size": 1536}
+    ),
 }

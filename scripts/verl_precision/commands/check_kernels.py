@@ -6,12 +6,8 @@ interpreter. Writes kernels.md to OUT. Needs no GPU and no driver. A repeated co
 cache. Exit code 0: compiled, whether or not all kernels fit; 1: refused or failed.
 """
 
-import json
 import os
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -21,7 +17,8 @@ from verl_precision.facts.dtypes import SHORT_NAMES
 from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.kernels.generations import DEFAULT, GENERATIONS
-from verl_precision.paths import CACHE, OUTPUTS, SCRIPTS
+from verl_precision.paths import CACHE, OUTPUTS
+from verl_precision.process import json_lines
 from verl_precision.spelling import spelled
 from verl_precision.words import file_path, parse_words, some_of
 
@@ -64,21 +61,6 @@ def check_compiler() -> None:
             ) from error
 
 
-def lines_of(module: str, *words: str) -> Iterator[dict]:
-    """Start a module of the package in a process, and yield the JSON objects that it prints as they come."""
-    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    environment["TRITON_CACHE_DIR"] = str(CACHE / "triton")
-    command = [sys.executable, "-W", "ignore", "-m", f"verl_precision.kernels.{module}", *words]
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
-    with tempfile.TemporaryFile("w+") as log:
-        with subprocess.Popen(command, cwd=SCRIPTS, env=environment, stderr=log, **streams) as process:
-            yield from map(json.loads, process.stdout)
-        if process.returncode:
-            log.seek(0)
-            last = log.read().strip().rpartition("\n")[2]
-            raise Refused(f"{' '.join([module, *words])}: ended with exit code {process.returncode}: {last}")
-
-
 def main(request: Request) -> int:
     check_compiler()
 
@@ -87,12 +69,13 @@ def main(request: Request) -> int:
     from verl_precision.kernels.report import Kernel, markdown
 
     missing: dict[str, None] = {}
-    tasks = [("worker", name, *request.dtypes) for name in request.generations] + [("arithmetic",)]
+    tasks = [("kernels.worker", name, *request.dtypes) for name in request.generations]
+    tasks.append(("kernels.arithmetic",))
     with tqdm(total=0, unit="kernel") as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
 
         def collect(words: Sequence[str]) -> list[dict]:
             found = []
-            for line in lines_of(*words):
+            for line in json_lines(*words, environment={"TRITON_CACHE_DIR": str(CACHE / "triton")}):
                 if "kernel" in line:
                     found.append(line)
                     bar.update()

@@ -23,6 +23,7 @@ from verl_precision.errors import Refused
 from verl_precision.kernels import vllm_cases
 from verl_precision.kernels.cases import Missing, load, load_file
 from verl_precision.kernels.generations import GENERATIONS
+from verl_precision.process import stdout_of_json
 
 TOKENS, HIDDEN, VOCABULARY = 6, 128, 300  # the vocabulary is not a multiple of a block
 SCALE = 65536.0  # torch's first loss scale
@@ -163,17 +164,16 @@ def attention(dtype: torch.dtype) -> Iterator[dict]:
 
 def main(*dtypes: str) -> None:
     chosen = [checked(name) for name in dtypes or DTYPES]
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to stdout
+    lines = stdout_of_json()
     vllm_cases.become(GENERATIONS["sm80"])
-    print(json.dumps({"kernels": len(chosen) * COMPARISONS}), file=lines, flush=True)
+    print(json.dumps({"kernels": len(chosen) * COMPARISONS}), file=lines)
     for dtype in chosen:
         for compare in (heads, cross_entropy, sampled, attention):
             try:
                 for row in compare(dtype):
-                    print(json.dumps({"dtype": str(dtype).removeprefix("torch."), **row}), file=lines, flush=True)
+                    print(json.dumps({"dtype": str(dtype).removeprefix("torch."), **row}), file=lines)
             except Missing as missing:
-                print(json.dumps({"missing": str(missing)}), file=lines, flush=True)
+                print(json.dumps({"missing": str(missing)}), file=lines)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ and vLLM choose some constants as they are imported.
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from verl_precision.kernels.cases import Case, Missing
 from verl_precision.kernels.compiled import compile_launch
 from verl_precision.kernels.generations import GENERATIONS, Generation
 from verl_precision.kernels.launches import Launch, recorded
+from verl_precision.process import stdout_of_json
 
 
 def record(case: Case, generation: Generation) -> list[Launch]:
@@ -48,13 +48,12 @@ def kernels(generation: Generation, dtype: torch.dtype) -> Iterator[dict]:
 
 
 def main(name: str, *dtypes: str) -> None:
-    lines = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # vLLM logs to stdout
+    lines = stdout_of_json()
     generation = GENERATIONS[name]
     vllm_cases.become(generation)
     for dtype in dtypes:
         for found in kernels(generation, getattr(torch, dtype)):
-            print(json.dumps({"generation": name, "dtype": dtype} | found), file=lines, flush=True)
+            print(json.dumps({"generation": name, "dtype": dtype} | found), file=lines)
 
 
 if __name__ == "__main__":

@@ -10,17 +10,13 @@ import gc
 import json
 import os
 import sys
-import weakref
-from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from support.waiting import TIMEOUT_S
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_wrapper
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification, AutoTokenizer
 
 from verl.trainer.config import CheckpointConfig
@@ -30,6 +26,7 @@ from verl.utils.precision import GradScalerConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
+from verl_precision.bench.live_tensors import LiveTensors, in_place_log_probs
 
 TOKENIZER, OUT, SETTINGS = sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
 RANK = int(os.environ["RANK"])
@@ -95,81 +92,45 @@ def batch(rows: int, length: int, **more):
     )
 
 
-class InPlaceLogProbs(torch.autograd.Function):
-    """Log-probabilities like those of flash-attn's cross entropy: backward writes the gradient over the logits."""
+class Recorded(TorchDispatchMode):
+    """Note what operators return."""
 
-    ROWS = 16
-
-    @staticmethod
-    def forward(ctx, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(logits, labels)
-        rows = zip(logits.split(InPlaceLogProbs.ROWS), labels.split(InPlaceLogProbs.ROWS), strict=True)
-        return torch.cat([x.float().log_softmax(-1).gather(-1, y[:, None])[:, 0] for x, y in rows])
-
-    @staticmethod
-    def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits, labels = ctx.saved_tensors
-        for x, y, g in zip(*(each.split(InPlaceLogProbs.ROWS) for each in (logits, labels, gradient)), strict=True):
-            chosen = torch.zeros_like(x, dtype=torch.float32).scatter_(-1, y[:, None], 1)
-            x.copy_((chosen - x.float().softmax(-1)) * g[:, None])
-        return logits, None
-
-
-def log_probabilities(logits: torch.Tensor, labels: torch.Tensor, inplace_backward: bool = True) -> torch.Tensor:
-    return InPlaceLogProbs.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).view(labels.shape)
-
-
-class LiveTensors(TorchDispatchMode):
-    """Track the storages that operators return until they are freed, and record the peak of their bytes."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]):
+    def __init__(self, live: LiveTensors) -> None:
         super().__init__()
-        self.storages: weakref.WeakValueDictionary = weakref.WeakValueDictionary()
-        self.peak = 0
-        self.note(tensors)
+        self.live = live
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_wrapper(each) for each in types):
             return NotImplemented  # for DTensor and nested tensors, operators on the inner tensors are dispatched here
         out = func(*args, **(kwargs or {}))
         if func is not torch.ops.aten.split.Tensor:  # called by gloo on its copy of reduced tensors
-            self.note(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))
+            self.live.note(out)
         return out
-
-    def note(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if not is_wrapper(type(local)):
-                self.storages[local.untyped_storage()._cdata] = local.untyped_storage()
-        self.peak = max(self.peak, self.total())
-
-    def total(self) -> int:
-        return sum(storage.nbytes() for storage in self.storages.values())
 
 
 def measure(setting: dict, folder: Path) -> dict:
     """Return bytes of this rank's tensors: the ``peak`` of two steps, that of log-probabilities (``scored``), weights
     (``parameters``) and ``Adam``."""
     worker = make_worker(setting, folder)
-    transformer_impl.logprobs_from_logits = log_probabilities if setting["in_place"] else logprobs_from_logits
+    transformer_impl.logprobs_from_logits = in_place_log_probs if setting["in_place"] else logprobs_from_logits
     gc.collect()
     module = worker.engine.module
     live = LiveTensors([*module.parameters(), *module.buffers()])
     parameters = live.total()
-    with live:
+    with Recorded(live):
         for _ in range(2):
             worker.train_batch(batch(setting["rows"], setting["length"]))
     gc.collect()
     scored = LiveTensors([])
     scored.storages = live.storages
-    with scored:
+    with Recorded(scored):
         worker.infer_batch(batch(setting["rows"], setting["length"], compute_loss=False, calculate_entropy=True))
     states = [value for state in worker.engine.optimizer.state.values() for value in state.values()]
     return {
         "peak": live.peak,
         "scored": scored.peak,
         "parameters": parameters,
-        "Adam": LiveTensors(value for value in states if torch.is_tensor(value)).total(),
+        "Adam": LiveTensors(states).total(),
     }
 
 

@@ -18,7 +18,7 @@ quote = '$(subst ','\'',$(1))'
 ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error $(1)=$(strip $(value $(1))): its value must be one line))
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
 # The targets that take variables: scripts/verl_precision/spelling.py has a table of them.
-COMMANDS := run apply-patches unapply-patches status check port drift doctor probe preflight recommend plan-memory check-kernels \
+COMMANDS := run apply-patches unapply-patches status check port drift doctor probe preflight recommend plan-memory trace-update check-kernels \
 	compare report collapse sanity setup submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
 .PHONY: $(COMMANDS) python browser test help test-all test-quick test-releases test-oat e2e-releases lint lock clean
 $(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS)
@@ -47,6 +47,7 @@ probe: python        ## measure the mismatch of a model for every regime, before
 preflight: python    ## predict the effect of fp16 on a model:  make preflight MODEL=… DATA=….parquet
 recommend: python    ## preflight and probe, then one answer:  make recommend MODEL=… DATA=….parquet LENGTH=8192
 plan-memory: python  ## plan the memory of a job on each GPU, without one:  make plan-memory EXPERIMENT=dense_7b PRECISION='fp16 bf16'
+trace-update: python   ## trace what the ranks of a job send each other, without GPUs:  make trace-update EXPERIMENT=dense_7b
 check-kernels: python  ## compile the kernels of a job for GPUs that are not here:  make check-kernels GPU='sm75 sm80'
 compare: python      ## train and compare regimes, and write a report:  make compare PRECISION='fp16 bf16' SEED='1 2 3'  (or RUNS='fp16=FOLDER …')
 report: python       ## rebuild a report from the runs in its folder:  make report FROM=docs/results/sanity/grpo

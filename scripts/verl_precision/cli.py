@@ -39,6 +39,7 @@ COMMANDS = {
         "probe": "measure the mismatch of a model in every regime, before training",
         "recommend": "preflight and probe, then one answer",
         "plan-memory": "plan the GPU memory of a job, without a GPU",
+        "trace-update": "trace what the ranks of a job send each other, without GPUs",
         "check-kernels": "compile the kernels of a job for GPUs that are not here",
     },
     "Train and compare": {
@@ -73,6 +74,7 @@ JOB = (*CONFIG, "psutil")
 REPORT = ("matplotlib", "scipy", "jinja2", "yaml")
 NEEDS = {
     **{"preflight": MODEL, "probe": PROBE, "recommend": PROBE, "plan-memory": CONFIG, "run": JOB},
+    "trace-update": (*CONFIG, "tqdm"),
     "check-kernels": ("verl", "vllm", "triton", "torch", "tqdm"),
     **{"submit": JOB, "compare": REPORT, "report": REPORT},
     "verify-gpu": ("torch",),

@@ -28,7 +28,7 @@ class MakeTarget(NamedTuple):
 
 WITH_VARIABLES = ("run", "submit", "preflight", "probe", "recommend", "plan-memory", "compare", "report")
 TARGETS = {
-    **dict.fromkeys((*WITH_VARIABLES, "verify-gpu", "check-kernels"), MakeTarget()),
+    **dict.fromkeys((*WITH_VARIABLES, "verify-gpu", "check-kernels", "trace-update"), MakeTarget()),
     **dict.fromkeys(("sanity", "collapse"), MakeTarget("compare")),
     "doctor": MakeTarget(takes=("VERL", "ARGS")),
     **dict.fromkeys(("bench", "bench-amp"), MakeTarget(takes=("ARGS",))),

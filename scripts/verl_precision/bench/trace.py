@@ -38,31 +38,14 @@ class Trace:
     update: list[Collective]  # once per update
     sync: list[Collective]  # as the weights are collected for the rollout
 
-    def table(self) -> str:
-        """Return the collectives, and what the rank holds beside the plan."""
-        moments = {name: sum(parts.values()) - parts["Adam"] for name, parts in self.planned.update_moments().items()}
-        moment = max(moments, key=moments.get)
-        when = {
-            "each micro-batch": self.micro_batch,
-            "each update": self.update,
-            "weights to the rollout": self.sync,
-        }
-        rows = [("collectives", "operator", "dtype", "bytes")]
-        for name, collectives in when.items():
-            rows += [(name, each.operator, each.dtype, f"{each.size:,}") for each in collectives]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        resident = self.planned.resident
-        return "\n".join(
-            [
-                f"one of {self.ranks} ranks, traced; an update has {self.planned.micro_batches} micro-batches",
-                "",
-                *("  ".join([*map(str.ljust, row[:3], widths), row[3].rjust(widths[3])]) for row in rows),
-                "",
-                f"weights: {self.weights / GIB:.2f} GiB traced, {resident['weights'] / GIB:.2f} planned",
-                f"Adam: {self.adam / GIB:.2f} GiB traced, {resident['Adam'] / GIB:.2f} planned",
-                f"peak without Adam: {self.peak / GIB:.1f} GiB traced, {moments[moment] / GIB:.1f} planned ({moment})",
-            ]
-        )
+    @property
+    def planned_peak(self) -> int:
+        return max(sum(parts.values()) - parts["Adam"] for parts in self.planned.update_moments().values())
+
+    def __str__(self) -> str:
+        sent = ", ".join(f"{each.operator} {each.dtype} {each.size / 1e9:,.1f} GB" for each in self.micro_batch)
+        peak = f"{self.peak / GIB:.1f} GiB at most without Adam, {self.planned_peak / GIB:.1f} planned"
+        return f"{self.ranks} ranks, for a micro-batch {sent}; {peak}"
 
 
 def check_traceable(config: "DictConfig") -> None:
@@ -74,7 +57,7 @@ def check_traceable(config: "DictConfig") -> None:
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", sequence_parallel(config), 1),
     ):
         if value != allowed:
-            raise Refused(f"{key}={value}: TRACE=yes supports {allowed}")
+            raise Refused(f"{key}={value}: trace-update supports {allowed}")
 
 
 def collectives(found: dict[tuple[str, str], int]) -> list[Collective]:

@@ -10,6 +10,8 @@ from verl_precision.doctor.dtype_rules import MEGATRON_ENGINE, UNKNOWN
 from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, TRAINED, DtypeResolver, server_dtype
 from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
 from verl_precision.facts.models import ATTENTION, lost_softcap
+from verl_precision.facts.packages import package_folder
+from verl_precision.facts.vllm_float16 import version as vllm_version
 from verl_precision.paths import CONFIGS
 from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
 from verl_precision.words import options
@@ -34,6 +36,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 MISMATCH_FREQ = "trainer.mismatch_freq"
 HEADS = "verl/utils/experimental/torch_functional.py"  # verl's fused head in torch
 KEPT_GRADIENT = "hidden_states.requires_grad_("  # its line from 0.9.0 on
+POOLING_HEADS = "`head_dtype` currently only supports pooling models"  # vLLM's warning, up to 0.27
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
@@ -306,6 +309,18 @@ def routers_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
         yield Finding(key, routers, effect, f"{ROLLOUT}.name=vllm")
 
 
+def head_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a dtype of vLLM's head that the installed vLLM ignores for models that generate."""
+    key = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype"
+    value, vllm = job.get(key), package_folder("vllm", job.tree.root)
+    if not value or job.server != "vllm" or vllm is None or not (source := vllm / "config/model.py").exists():
+        return
+    if POOLING_HEADS in source.read_text() and server_dtype(value) != job.effective_dtype("rollout.logits"):
+        dtype = job.effective_dtype("rollout.logits")
+        effect = f"is ignored by vLLM {vllm_version(vllm)}, which reads it for pooling models: its head is in {dtype}"
+        yield Finding(key, value, effect, "vLLM 0.28 or later, or remove it and lm_head from keep_fp32_modules")
+
+
 def requested_determinism(job: DtypeResolver) -> dict[str, bool]:
     """Return, for each role with ``full_determinism``, whether the source of its engine reads that."""
     read = {}
@@ -388,6 +403,7 @@ FINDINGS = (
     fused_heads,
     rollout_dtypes,
     routers_of_one_side,
+    head_of_one_side,
     determinism,
     bypass_mode,
     sequence_weights,

@@ -27,11 +27,9 @@ from verl_precision.bench.memory_plan import (
     sequence_parallel,
 )
 from verl_precision.bench.model_shape import MODELS, ModelShape, model_config
-from verl_precision.bench.trace import Trace, trace_job
 from verl_precision.commands import plan_memory
 from verl_precision.errors import Refused
 from verl_precision.facts.compose import compose_config
-from verl_precision.facts.dtypes import BYTES, SHORT_NAMES
 from verl_precision.paths import REPO
 
 MEASURED = REPO / "tests/expected/plan-memory-measured.json"
@@ -189,9 +187,9 @@ def test_plans_are_printed_and_written(tmp_path, capsys):
 
 
 def plan_one(*words: str):
-    request = plan_memory.parse(words)
-    (config,) = plan_memory.compose_all(request).values()
-    return plan_job(config, request.memory, request.length)
+    _, jobs, memory, length, _ = plan_memory.parse(words)
+    (plan,) = plan_memory.plan_all(jobs, memory, length).values()
+    return plan
 
 
 @pytest.mark.subprocess
@@ -277,70 +275,6 @@ def test_older_key_of_sequence_parallelism_wins_if_set(older, newer, expected):
     key = "ulysses_sequence_parallel_size"
     actor = {key: older, "fsdp_config": {key: newer}}
     assert sequence_parallel(OmegaConf.create({"actor_rollout_ref": {"actor": actor}})) == expected
-
-
-def traced(*words: str) -> Trace:
-    """Trace a model of two layers, 8 experts of which a token takes 2, on 16 ranks."""
-    request = plan_memory.parse(["EXPERIMENT=moe_30b", "LENGTH=512", *words])
-    (config,) = plan_memory.compose_all(request).values()
-    return trace_job(config, request.length)
-
-
-@pytest.fixture(scope="module")
-def small_experts(tmp_path_factory) -> str:
-    """The words of a job with fewer experts than ranks."""
-    folder = tmp_path_factory.mktemp("experts")
-    sizes = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 768}
-    sizes |= {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
-    experts = {"num_experts": 8, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **sizes, **experts}))
-    return f"MODEL={folder}"
-
-
-SMALL = "trainer.nnodes=2", "data.train_batch_size=32", f"{ACTOR}.ppo_mini_batch_size=32"
-LESS = f"{ACTOR}.ppo_max_token_len_per_gpu=2048"
-
-
-@pytest.mark.subprocess
-def test_traced_update_of_more_ranks_than_experts_agrees_with_the_plan(small_experts):
-    """FSDP2 gives half of the ranks no expert, and gathers and reduces as many bytes as if each had one."""
-    trace = traced(small_experts, f"ARGS={' '.join([*SMALL, LESS])}")
-    layers, vocab, hidden, width = 4, 4096, 512, 768
-    experts = layers * 3 * hidden * width * 8
-    others = layers * (2 * hidden * (512 + 128) + 2 * hidden + 2 * 64) + 2 * vocab * hidden + hidden
-    padded = others + 2 * (experts + layers * 8 * hidden)  # the router's rows are the experts', too
-    gathered, reduced = trace.micro_batch
-    assert (gathered.operator, gathered.dtype, reduced.operator, reduced.dtype) == (
-        *("all-gather", "float16"),
-        *("reduce-scatter", "float32"),
-    )
-    assert gathered.size == 2 * 2 * padded and reduced.size == 4 * padded  # gathered forward and backward
-    assert [(each.operator, each.dtype, each.size) for each in trace.update] == [("all-reduce", "float32", 4)]
-    assert [(each.operator, each.dtype) for each in trace.sync] == [("all-gather", "float32")]
-    assert trace.weights == pytest.approx(4 * padded / 16, rel=0.001)
-    assert trace.weights == pytest.approx(trace.planned.resident["weights"], rel=0.01)
-    assert trace.adam == pytest.approx(trace.planned.resident["Adam"], rel=0.01)
-    planned = [sum(parts.values()) - parts["Adam"] for parts in trace.planned.update_moments().values()]
-    assert trace.peak == pytest.approx(max(planned), rel=WITHIN)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_traced_update_agrees_with_the_plan(small_experts, precision):
-    words = "trainer.nnodes=1", f"{ACTOR}.ppo_mini_batch_size=32", "data.train_batch_size=32", LESS
-    trace = traced(small_experts, f"PRECISION={precision}", f"ARGS={' '.join(words)}")
-    dtype, size = SHORT_NAMES[precision], BYTES[SHORT_NAMES[precision]]
-    gathered, reduced = trace.micro_batch
-    assert (gathered.dtype, reduced.dtype) == (dtype, "float32")
-    assert gathered.size * 4 == 2 * size * reduced.size
-    planned = [sum(parts.values()) - parts["Adam"] for parts in trace.planned.update_moments().values()]
-    assert trace.peak == pytest.approx(max(planned), rel=WITHIN)
-    assert trace.weights == pytest.approx(trace.planned.resident["weights"], rel=0.01)
-
-
-def test_job_that_cannot_be_traced_is_refused(tmp_path):
-    line = refusal(tmp_path, "TRACE=yes", f"ARGS={ACTOR}.strategy=fsdp")
-    assert line == f"{ACTOR}.strategy=fsdp: TRACE=yes supports fsdp2"
 
 
 def refusal(folder: Path, *words: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import SOUND, diagnose
+from verl_precision.doctor.findings import POOLING_HEADS
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
 from verl_precision.facts import vllm_float16
@@ -22,10 +23,11 @@ from verl_precision.run.job import compose, parse_job
 
 ROLLOUT, REWARD = "actor_rollout_ref.rollout", "reward.reward_model"
 LISTED = '_FLOAT16_NOT_SUPPORTED_MODELS = {"gemma2": "Unstable.", "glm4": "Unstable."}\n'
-# vLLM's own result for each model type; the last has a text model of another type.
+# vLLM's own result for each model type of transformers; the last has a text model of another type.
 VLLM = """
-import json, torch
+import json, sys, torch
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from vllm.config.model import _FLOAT16_NOT_SUPPORTED_MODELS, _get_and_verify_dtype
 
 def runs(config):
@@ -34,7 +36,12 @@ def runs(config):
     except ValueError as error:
         return str(error)
 
-configs = [AutoConfig.for_model(name, dtype=torch.float16) for name in (*_FLOAT16_NOT_SUPPORTED_MODELS, "qwen2")]
+configs = []
+for name in {*CONFIG_MAPPING, *_FLOAT16_NOT_SUPPORTED_MODELS}:
+    try:
+        configs.append(AutoConfig.for_model(name, dtype=torch.float16))
+    except Exception:  # of a config without defaults, as that of an encoder with a decoder
+        print(name, file=sys.stderr)
 configs.append(AutoConfig.for_model("paligemma", dtype=torch.float16, text_config={"model_type": "gemma2"}))
 print(json.dumps({config.model_type: runs(config) for config in configs}))
 """
@@ -59,7 +66,8 @@ def site(path: Path, table: str, file: str = "config/model.py") -> Path:
 def test_table_lists_the_models_that_the_installed_vllm_refuses(tmp_path):
     done = subprocess.run([sys.executable, "-c", VLLM], capture_output=True, text=True, cwd=tmp_path, check=True)
     outcomes = json.loads(done.stdout.splitlines()[-1])
-    assert {"gemma2", "gemma3", "gemma3_text", "glm4"} <= set(outcomes) and outcomes["paligemma"] == "torch.float16"
+    refused = {model_type for model_type, outcome in outcomes.items() if outcome != "torch.float16"}
+    assert {"gemma2", "gemma3", "gemma3_text", "glm4"} == refused and len(outcomes) > 300
     for model_type, outcome in outcomes.items():
         support = float16_support(str(folder(tmp_path / model_type, model_type)))
         assert support.supported == (outcome == "torch.float16")
@@ -197,3 +205,16 @@ def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, 
         probe.main(probe.parse([*words, "BACKEND=vllm"]))
     check_regimes(probe.parse([*words, "BACKEND=hf"]))
     assert "it can be measured in fp16 here, and not run in it" in capsys.readouterr().out
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(("ignores", "dtype"), [(True, "float32"), (True, "float16"), (False, "float32")])
+def test_doctor_finds_a_head_dtype_that_vllm_ignores(ignores, dtype, patched, tmp_path):
+    """vLLM 0.24, of verl 0.9.1's own extras, reads it for pooling models."""
+    root = site(tmp_path, f'WARNING = "{POOLING_HEADS}, "' if ignores else "")
+    (root / "verl").symlink_to(patched.root / "verl")
+    key = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype"
+    found = diagnose(identify_tree(root), ["+precision=fp16", f"{ROLLOUT}.name=vllm", f"+{key}={dtype}"]).findings
+    effects = [finding.effect for finding in found if finding.key == key]
+    expected = "is ignored by vLLM 0.9.1, which reads it for pooling models: its head is in float16"
+    assert effects == [expected] * (ignores and dtype == "float32")

@@ -12,6 +12,8 @@ DEVICE ?= cpu
 BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
 PROGRAM = $(TOOLS) scripts/verl_precision
 SETUP = @$(PROGRAM) setup $(PYTHON:%=--python %)
+WITHOUT_A_SERVER := -m "not slow and not gpu and not recorded and not e2e" tests/engine tests/conformance/verl \
+	tests/unit/doctor tests/unit/bench tests/unit/probe tests/unit/kernels tests/unit/run/test_vllm_support.py
 PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
 # All variables of the command line as NAME='VALUE', unexpanded, for scripts/verl_precision/make.py to check and to translate.
 quote = '$(subst ','\'',$(1))'
@@ -20,7 +22,7 @@ WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(
 # The targets that take variables: scripts/verl_precision/spelling.py has a table of them.
 COMMANDS := run apply-patches unapply-patches status check port drift doctor probe preflight recommend plan-memory trace-update check-kernels \
 	compare report collapse sanity setup submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
-.PHONY: $(COMMANDS) python browser test help test-all test-quick test-releases test-oat e2e-releases lint lock clean
+.PHONY: $(COMMANDS) python browser test help test-all test-quick test-cuda test-releases test-oat e2e-releases lint lock clean
 $(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS)
 
 python:; @$(call RECENT,$(TOOLS)) || { echo "$(PYTHON:%=PYTHON=%: )$(if $(findstring /,$(PYTHON)),$$(test -e "$(PYTHON)" || echo "no such file; "))Python 3.10 or later is needed; install it, or name it: make PYTHON=/path/to/python3" >&2; exit 1; }
@@ -77,6 +79,9 @@ test-all: browser python  ## run every test, in over an hour: all releases, all 
 test-quick: python    ## run the tests that start no process of torch, verl or Ray, in two minutes
 	$(SETUP) $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not subprocess" tests/unit
+test-cuda: python     ## run what needs no GPU in .venv-cuda, with its torch, transformers and vLLM, on a CPU (FLASH_ATTN=no leaves flash-attn out)
+	$(SETUP) cuda
+	@CUDA_VISIBLE_DEVICES= exec .venv-cuda/bin/python -m pytest -n 2 --no-loadscope-reorder $(WITHOUT_A_SERVER)
 test-releases: python ## run the conformance suite on every release of verl, and record the outcome
 	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/verl --write-results

@@ -50,7 +50,7 @@ def passed(servers: Queue, tree: Path, out: Path, file: Path) -> set[str]:
     environment = os.environ | ENVIRONMENT | {"PATH": path, "PYTHONPATH": str(tree)}
     server = servers.get()
     try:
-        words = [Path(__file__).with_name("pytest_in.py"), tree, *options, file]
+        words = [REPO / "tests/support/pytest_in.py", tree, *options, file]
         server.run(words, environment, logs, ranks=1, limit_s=FILE_S)
     finally:
         servers.put(server)

@@ -20,7 +20,7 @@ from verl_precision.paths import REPO
 # pytest's exit codes, 2 and (where a test is named) 4: of an import; with any other the tests did not run.
 NO_FAILURE, FAILURES = 0, (1, 2, 4)
 LIMIT_S = 1800
-PYTEST_IN = REPO / "tests/e2e/pytest_in.py"
+PYTEST_IN = REPO / "tests/support/pytest_in.py"
 SHARED = (".venv", ".venv-workers", ".cache")  # linked, not copied
 SUITE, OF_FIXES = "tests/conformance/verl/", "empty_adapter"  # the case that runs on a tree with both series
 MARKERS = "not gpu and not e2e"

@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,6 @@ from verl_precision.bench.memory_plan import GIB, sequence_parallel, trained_mod
 from verl_precision.bench.model_shape import ModelShape, model_config
 from verl_precision.errors import Refused
 from verl_precision.process import json_lines
-from verl_precision.run.job import CPU_PLATFORM
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -64,12 +64,13 @@ def collectives(found: dict[tuple[str, str], int]) -> list[Collective]:
     return [Collective(*key, size) for key, size in sorted(found.items()) if size]
 
 
-def trace_job(config: "DictConfig", length: int | None) -> Trace:
+def trace_job(config: "DictConfig", length: int | None, environment: Mapping[str, str]) -> Trace:
     """Trace an update of a job that :func:`check_traceable` has passed, in a process.
 
     Args:
         config: composed and resolved.
         length: tokens of a prompt and its answer; None for the most that the configuration allows.
+        environment: what makes verl run without a GPU.
 
     Raises:
         Refused: the process failed.
@@ -85,7 +86,7 @@ def trace_job(config: "DictConfig", length: int | None) -> Trace:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(job | {"rows": planned.tokens // length}, file)
         file.flush()
-        (found,) = json_lines("bench.traced_step", file.name, environment=CPU_PLATFORM)
+        (found,) = json_lines("bench.traced_step", file.name, environment=environment)
     one, two, sync = ({(*key,): size for *key, size in found[part]} for part in ("one", "two", "sync"))
     of_a_micro_batch = {key: size - one[key] for key, size in two.items()}
     return Trace(

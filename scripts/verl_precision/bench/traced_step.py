@@ -44,7 +44,7 @@ OPERATORS = {
 ATTENTION = "traced"  # registered below: keeps what flash attention keeps, and has no mask
 
 
-class Trace(FakeTensorMode):
+class Tracing(FakeTensorMode):
     """Compute shapes and dtypes, and record each collective and the live tensors.
 
     A number that is read is 0, and a truth value true: every gradient is finite. Operators whose tensors all have data,
@@ -79,7 +79,7 @@ class Trace(FakeTensorMode):
 
         def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
             copy = torch.ops.aten._to_copy.default
-            return super(Trace, self).__torch_dispatch__(copy, (), (tensor,), {"dtype": dtype})
+            return super(Tracing, self).__torch_dispatch__(copy, (), (tensor,), {"dtype": dtype})
 
         operator, in_bf16 = torch.ops.aten._grouped_mm.default, [cast(each, torch.bfloat16) for each in (left, right)]
         return cast(super().__torch_dispatch__(operator, (), (*in_bf16, *args), kwargs), left.dtype)
@@ -143,7 +143,7 @@ def loss(model_output, data, dp_group=None):
     return -rows.sum() / data["batch_num_tokens"] * data["dp_size"], {}
 
 
-def build(job: dict, trace: Trace) -> "TrainingWorker":
+def build(job: dict, trace: Tracing) -> "TrainingWorker":
     """Return the actor's worker of a job as verl builds it, except that its weights have no data."""
     host.PRODUCTS = ()  # which the CPU platform multiplies in fp32, in memory that a GPU does not take
     import verl.utils.model
@@ -180,7 +180,7 @@ def main(file: str) -> None:
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="none", MASTER_PORT="0")
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=job["ranks"])
     temperature = job["config"]["actor_rollout_ref"]["rollout"]["temperature"]
-    trace = Trace()
+    trace = Tracing()
     worker = build(job, trace)
     module, found = worker.engine.module, {}
     trace.live.note([*module.parameters(), *module.buffers()])

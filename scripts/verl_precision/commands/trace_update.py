@@ -18,7 +18,7 @@ from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.format import markdown_table
 from verl_precision.paths import OUTPUTS
-from verl_precision.run.job import Job, compose, parse_job
+from verl_precision.run.job import CPU_PLATFORM, Job, compose, parse_job
 from verl_precision.run.validation import validate
 from verl_precision.spelling import spelled
 from verl_precision.words import file_path, options, parse_words, some_of, whole_number
@@ -42,7 +42,7 @@ DEFAULT = (  # experiment, model, nodes of 8 GPUs
 PACKAGES = ("verl", "torch", "transformers")  # whose versions the page names
 
 
-class Request(NamedTuple):
+class TraceRequest(NamedTuple):
     """What is traced."""
 
     jobs: list[Job]
@@ -51,7 +51,7 @@ class Request(NamedTuple):
     out: Path
 
 
-def parse(words: list[str]) -> Request:
+def parse(words: list[str]) -> TraceRequest:
     """Return what the variables request."""
     values = parse_words(words, VARIABLES)
     length = whole_number(values, "LENGTH", 1, None)
@@ -66,7 +66,7 @@ def parse(words: list[str]) -> Request:
             jobs.append(replace(job, device="cuda", model=values.get("MODEL", model)))
     out = Path(file_path(values, "OUT") or OUTPUTS / "trace-update")
     check_room(out)
-    return Request(jobs, length, values, out)
+    return TraceRequest(jobs, length, values, out)
 
 
 def composed(job: Job) -> "DictConfig":
@@ -123,13 +123,13 @@ def markdown(rows: list[list[object]], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(request: Request) -> int:
+def main(request: TraceRequest) -> int:
     from tqdm import tqdm
 
     configs = [composed(job) for job in request.jobs]
     rows = []
     with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(total=len(configs), unit="job") as bar:
-        traces = pool.map(lambda config: trace_job(config, request.length), configs)
+        traces = pool.map(lambda config: trace_job(config, request.length, CPU_PLATFORM), configs)
         for job, config, trace in zip(request.jobs, configs, traces, strict=True):
             rows.append(row(job, config, trace))
             bar.update()

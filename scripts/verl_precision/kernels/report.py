@@ -39,7 +39,7 @@ class Kernel:
 
 
 def kib(size: int) -> str:
-    return f"{size / 1024:.3g} KiB"
+    return f"{size / 1024:.3g} KiB" if size >= 1024 else f"{size} bytes"
 
 
 def head(generation: str) -> str:
@@ -55,6 +55,13 @@ def by_generation(kernels: Sequence[Kernel], cell: Callable[[list[Kernel]], str]
     names = list(dict.fromkeys(each.generation for each in kernels))
     rows = ([group, *(cell(of[name]) if of[name] else "–" for name in names)] for group, of in cells.items())
     return markdown_table(["kernels", *map(head, names)], rows)
+
+
+INCLUDE_FLASH_ATTN = (
+    "export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE",
+    ".venv-cuda/bin/python -m pip install --no-deps --no-build-isolation --target outputs/flash-attn flash-attn==2.8.3",
+    "PYTHONPATH=$PWD/outputs/flash-attn make check-kernels DEVICE=cuda FLASH_ATTN=no",
+)
 
 
 def shared_memory(kernels: list[Kernel]) -> str:
@@ -124,6 +131,8 @@ def markdown(
     lines += ["verl, vLLM and flash-attn pass to it for the models named below. The tables are of fp16, and count the"]
     lines += ["kernels to which vLLM passes float32. Arithmetic was run by Triton's interpreter. CUDA code that was"]
     lines += ["compiled before, such as flash-attn's attention, and what torch.compile generates are not covered."]
+    lines += ["", "flash-attn's Triton kernels need only its Python part, which installs without a compiler:", ""]
+    lines += ["```bash", *INCLUDE_FLASH_ATTN, "```"]
     lines += ["", "## Shared memory", ""]
     lines += [
         "The kernels that run, and the most shared memory that one takes. A kernel that takes more than a block of"

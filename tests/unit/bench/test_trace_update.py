@@ -8,6 +8,7 @@ from verl_precision.bench.trace import Trace, trace_job
 from verl_precision.commands import trace_update
 from verl_precision.errors import Refused
 from verl_precision.facts.dtypes import BYTES, SHORT_NAMES
+from verl_precision.run.job import CPU_PLATFORM
 
 ACTOR = "actor_rollout_ref.actor"
 WITHIN = 0.15  # plan-memory's
@@ -17,7 +18,7 @@ def traced(*words: str) -> Trace:
     """Trace one job, with short sequences."""
     request = trace_update.parse(["EXPERIMENT=moe_30b", "LENGTH=512", *words])
     (job,) = request.jobs
-    return trace_job(trace_update.composed(job), request.length)
+    return trace_job(trace_update.composed(job), request.length, CPU_PLATFORM)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +17,7 @@ from verl_precision.errors import Refused
 from verl_precision.paths import REPO, SCRIPTS
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+RUNNING: set[subprocess.Popen] = set()  # of json_lines
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
 
 
@@ -51,6 +54,22 @@ def start_child(
     )
 
 
+@contextmanager
+def several_at_once() -> Iterator[ThreadPoolExecutor]:
+    """Yield threads, one for each processor, in which :func:`json_lines` may run; an error ends its processes."""
+    interrupt_on_signals()
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
+        yield pool
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in RUNNING:
+            process.kill()
+        raise
+    finally:
+        pool.shutdown()
+
+
 def stdout_of_json() -> IO[str]:
     """Return this process's stdout, for the lines that :func:`json_lines` reads; what else is printed joins stderr."""
     lines = os.fdopen(os.dup(1), "w", buffering=1)
@@ -75,7 +94,9 @@ def json_lines(module: str, *words: str, environment: Mapping[str, str]) -> Iter
     variables = os.environ | common | environment
     with tempfile.TemporaryFile("w+") as log:
         with subprocess.Popen(command, cwd=SCRIPTS, env=variables, stderr=log, **streams) as process:
+            RUNNING.add(process)
             yield from map(json.loads, process.stdout)
+        RUNNING.discard(process)
         if process.returncode:
             log.seek(0)
             last = log.read().strip().rpartition("\n")[2]

@@ -6,9 +6,7 @@ interpreter. Writes kernels.md to OUT. Needs no GPU and no driver. A repeated co
 cache. Exit code 0: compiled, whether or not all kernels fit; 1: refused or failed.
 """
 
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +16,7 @@ from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.kernels.generations import DEFAULT, GENERATIONS
 from verl_precision.paths import CACHE, OUTPUTS
-from verl_precision.process import json_lines
+from verl_precision.process import json_lines, several_at_once
 from verl_precision.spelling import spelled
 from verl_precision.words import file_path, parse_words, some_of
 
@@ -71,7 +69,7 @@ def main(request: Request) -> int:
     missing: dict[str, None] = {}
     tasks = [("kernels.worker", name, *request.dtypes) for name in request.generations]
     tasks.append(("kernels.arithmetic",))
-    with tqdm(total=0, unit="kernel") as bar, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tqdm(total=0, unit="kernel") as bar, several_at_once() as pool:
 
         def collect(words: Sequence[str]) -> list[dict]:
             found = []

@@ -7,6 +7,7 @@ Exit code 0: measured, whatever the verdict; 1: refused or failed; 130: interrup
 """
 
 import sys
+from functools import cache
 
 from verl_precision.paths import REPO
 from verl_precision.probe.model import VARIABLES as VARIABLES  # its options
@@ -30,10 +31,7 @@ def measure(options: ProbeOptions) -> dict:
     settings = options.settings() | {"LENGTH": length, "weights": log_probs.fingerprint(masters)}
     work = log_probs.open_work_folder(options.out, settings)
     if options.device == "cpu":
-        sys.path.append(str(REPO))
-        from recipes.cpu import host
-
-        host.autocast_as_cuda()
+        autocast_as_cuda()
     log_probs.compute_log_probs(log_probs.ProbeTask(options, masters, tokenizer, prompts, length, work))
     rows, positions = compare(options.precision, work), masters.config.max_position_embeddings
     report = {
@@ -44,6 +42,15 @@ def measure(options: ProbeOptions) -> dict:
     }
     write(options, report)
     return report
+
+
+@cache
+def autocast_as_cuda() -> None:
+    """Make the CPU's autocast round as CUDA's; torch 2.11 refuses to replace a kernel twice."""
+    sys.path.append(str(REPO))
+    from recipes.cpu import host
+
+    host.autocast_as_cuda()
 
 
 def main(options: ProbeOptions) -> int:

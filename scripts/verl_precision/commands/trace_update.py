@@ -5,9 +5,7 @@ torch's fake process group answers for the other ranks. Compares the memory with
 one to four minutes for each regime. Writes trace-update.md to OUT. Exit code 0: traced; 1: refused or failed.
 """
 
-import os
 import shlex
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +16,7 @@ from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.format import markdown_table
 from verl_precision.paths import OUTPUTS
+from verl_precision.process import several_at_once
 from verl_precision.run.job import CPU_PLATFORM, Job, compose, parse_job
 from verl_precision.run.validation import validate
 from verl_precision.spelling import spelled
@@ -128,7 +127,7 @@ def main(request: TraceRequest) -> int:
 
     configs = [composed(job) for job in request.jobs]
     rows = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool, tqdm(total=len(configs), unit="job") as bar:
+    with several_at_once() as pool, tqdm(total=len(configs), unit="job") as bar:
         traces = pool.map(lambda config: trace_job(config, request.length, CPU_PLATFORM), configs)
         for job, config, trace in zip(request.jobs, configs, traces, strict=True):
             rows.append(row(job, config, trace))

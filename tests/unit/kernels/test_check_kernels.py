@@ -4,12 +4,15 @@ import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from support.waiting import TIMEOUT_S, wait_until
 
 from verl_precision.commands import check_kernels
 from verl_precision.errors import Refused
@@ -17,7 +20,7 @@ from verl_precision.kernels.generations import DEFAULT, GENERATIONS
 from verl_precision.kernels.report import Kernel, markdown
 from verl_precision.patch.releases import load_releases
 from verl_precision.patch.wheels import unpacked_wheel
-from verl_precision.paths import CACHE, SCRIPTS
+from verl_precision.paths import CACHE, PROGRAM, SCRIPTS
 from verl_precision.process import json_lines
 
 GEMMA = "Gemma-4, global layers"
@@ -126,6 +129,17 @@ def test_triton_without_ptxas_is_refused(monkeypatch):
 def test_worker_that_fails_is_named_with_its_last_line():
     with pytest.raises(Refused, match="kernels.worker sm99: ended with exit code 1: KeyError: 'sm99'"):
         list(json_lines("kernels.worker", "sm99", environment={}))
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_workers_too(number, tmp_path):
+    command = [*PROGRAM, "check-kernels", "--gpu=sm90", f"--out={tmp_path / 'out'}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        workers = wait_until(lambda: psutil.Process(process.pid).children(), "no worker")
+        process.send_signal(number)
+        assert process.wait(TIMEOUT_S) == 130
+    assert not psutil.wait_procs(workers, TIMEOUT_S)[1] and not (tmp_path / "out").exists()
 
 
 def test_a_kernel_that_is_not_installed_is_left_out():

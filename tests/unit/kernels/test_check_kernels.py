@@ -131,6 +131,16 @@ def test_worker_that_fails_is_named_with_its_last_line():
         list(json_lines("kernels.worker", "sm99", environment={}))
 
 
+def test_code_that_asks_for_the_gpu_is_told_of_the_named_one():
+    from verl_precision.kernels.launches import recorded
+
+    with recorded(GENERATIONS["sm75"]):
+        assert torch.cuda.get_device_capability() == (7, 5)
+        assert torch.cuda.get_device_properties(0).name == "Tesla T4"
+        assert torch.empty(0, device="meta").is_cuda
+    assert not torch.empty(0).is_cuda
+
+
 @pytest.mark.subprocess
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_workers_too(number, tmp_path):

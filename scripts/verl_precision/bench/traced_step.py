@@ -40,6 +40,8 @@ OPERATORS = {
     "all_gather_into_tensor": "all-gather",
     "reduce_scatter_base": "reduce-scatter",
     "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "wait_tensor": None,  # sends nothing
 }
 ATTENTION = "traced"  # registered below: keeps what flash attention keeps, and has no mask
 
@@ -68,7 +70,7 @@ class Tracing(FakeTensorMode):
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         name = func._schema.name.partition("::")[2].strip("_")
-        if name in OPERATORS:
+        if func.namespace in ("c10d", "_c10d_functional") and OPERATORS[name]:
             whole = max([*tensors, *(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))], key=size)
             self.collectives[OPERATORS[name], str(whole.dtype).removeprefix("torch.")] += size(whole)
         self.live.note(out)

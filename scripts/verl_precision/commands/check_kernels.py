@@ -50,7 +50,7 @@ def check_compiler() -> None:
     """Refuse a Triton without the tools of NVIDIA that its wheels bring."""
     from triton import knobs
 
-    for tool in ("ptxas", "cuobjdump"):
+    for tool in ("ptxas", "ptxas_blackwell", "cuobjdump"):
         try:
             getattr(knobs.nvidia, tool)
         except RuntimeError as error:

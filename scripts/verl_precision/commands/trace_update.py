@@ -99,7 +99,14 @@ def markdown(rows: list[list[object]], command: str) -> str:
     """Return the page."""
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     sizes = ["weights", "Adam", "peak without Adam"]
-    header = ["model", "GPUs", "regime", "sent for a micro-batch, GB", "micro-batches", "weights to the rollout, GB"]
+    header = [
+        "model",
+        "GPUs",
+        "regime",
+        "gathered and reduced for a micro-batch, GB",
+        "micro-batches",
+        "weights to the rollout, GB",
+    ]
     lines = [
         "# What GPUs send each other, and their memory, traced without GPUs",
         "",
@@ -107,7 +114,8 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "",
         "**No GPU was used, and nothing was sent.** verl's patched engine updated the actor as one of the GPUs' ranks",
         "(rank 1) under FSDP2, on tensors with shapes and dtypes but no data; torch's fake process group answered for",
-        "the other ranks. GB are of whole tensors: a GPU receives all of them but its own share.",
+        "the other ranks. GB are of whole tensors: a GPU receives all of them but its own share. Where ranks outnumber",
+        "experts, rank 1 has one and others have none.",
         "",
         *markdown_table(header, [row[:6] for row in rows]),
         "",
@@ -115,9 +123,11 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "",
         *markdown_table(["model", "GPUs", "regime", *sizes], [[*row[:3], *row[6:]] for row in rows]),
         "",
+        "An update also reduces a few scalars: the gradient's norm, and in fp16 whether it is finite.",
+        "",
         "Not traced: what a GPU's kernels take while they run, fragmentation, NCCL's buffers, what overlapping streams",
-        "keep longer, and time. Attention keeps what flash attention keeps, and the gradient of the loss is written",
-        "over the logits, as by flash-attn.",
+        "keep longer, and time. Attention keeps what flash attention keeps, also in fp32, but keys and values repeated",
+        "for all heads: up to 1.2 GiB more. The gradient of the loss is written over the logits, as by flash-attn.",
     ]
     return "\n".join(lines) + "\n"
 

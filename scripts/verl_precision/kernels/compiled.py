@@ -14,6 +14,8 @@ from verl_precision.kernels.launches import Launch, target
 # Instructions of PTX that multiply matrices in tensor cores: up to Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_CORES = re.compile(r"^\s*(?:@\S+\s+)?(wmma\.mma|mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", re.M)
 
+TENSOR_MEMORY = 512  # columns of a multiprocessor of Blackwell
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -34,8 +36,12 @@ def compile_launch(launch: Launch, generation: Generation) -> Compiled:
     """Compile with Triton and its ptxas; a compiled kernel is in Triton's cache and is not compiled again."""
     try:
         kernel = triton.compile(launch.source, target=target(generation), options=launch.options.__dict__)
+    except OSError:  # of this machine: a full disk, a tool that is missing
+        raise
     except Exception as error:  # of many kinds: of Triton's passes, of LLVM and of ptxas
         return Compiled(error=first_cause(error))
+    if (columns := getattr(kernel.metadata, "tmem_size", None) or 0) > TENSOR_MEMORY:  # Triton's launcher refuses it
+        return Compiled(error=f"{columns} columns of {TENSOR_MEMORY} of tensor memory")
     registers, spilled = resources(kernel.asm["cubin"])
     found = len(TENSOR_CORES.findall(kernel.asm["ptx"])), len(re.findall(r"\btt\.dot\b", kernel.asm["ttir"]))
     return Compiled("", kernel.metadata.shared, registers, spilled, *found)

@@ -126,31 +126,35 @@ def markdown(
     lines = ["# Triton kernels, compiled and interpreted without a GPU", ""]
     lines += [f"Written by `{command}` on a machine without a GPU, with {versions}.", ""]
     lines += [
-        "**No kernel of this page ran on a GPU.** Triton and ptxas compiled each with the types and constants that"
+        "**No kernel of this page ran on a GPU.** Triton and ptxas compiled each with the types and constants that",
+        "verl, vLLM and flash-attn pass to it for the models named below. Which of vLLM's kernels a job launches",
+        "depends on its model and GPU: from sm80 on, vLLM prefers other attention. The tables are of fp16, and count",
+        "the kernels to which vLLM passes float32. Not covered: CUDA code that was compiled before, such as",
+        "flash-attn's attention, what torch.compile generates, and whether these versions start on a GPU. They do not",
+        "on a V100.",
     ]
-    lines += ["verl, vLLM and flash-attn pass to it for the models named below. The tables are of fp16, and count the"]
-    lines += ["kernels to which vLLM passes float32. Arithmetic was run by Triton's interpreter. CUDA code that was"]
-    lines += ["compiled before, such as flash-attn's attention, and what torch.compile generates are not covered."]
     lines += ["", "flash-attn's Triton kernels need only its Python part, which installs without a compiler:", ""]
     lines += ["```bash", *INCLUDE_FLASH_ATTN, "```"]
     lines += ["", "## Shared memory", ""]
     lines += [
-        "The kernels that run, and the most shared memory that one takes. A kernel that takes more than a block of"
+        "The kernels that compile and fit, and the most shared memory that one takes. A kernel that takes more than a"
     ]
-    lines += ["threads may have raises `OutOfResources` as it is launched.", ""]
-    lines += [*by_generation(fp16, shared_memory), "", "What does not run, in both dtypes:", "", *unfit(kernels)]
+    lines += ["block of threads may have raises `OutOfResources` as it is launched.", ""]
+    lines += [*by_generation(fp16, shared_memory), "", "What does not compile or does not fit:", "", *unfit(kernels)]
     lines += ["", "## Tensor cores", ""]
-    lines += ["How many of the kernels that multiply matrices use tensor cores.", ""]
+    lines += ["How many of the kernels that multiply matrices have an instruction of tensor cores.", ""]
     lines += by_generation(matrices, tensor_cores)
     lines += ["", "## Registers", ""]
-    lines += ["The most local memory that a thread takes for what does not fit into its registers.", ""]
+    lines += ["The most local memory that ptxas gave a thread for what it left out of registers.", ""]
     lines += by_generation(fp16, spilled)
     lines += ["", "## Arithmetic", ""]
     lines += [
         "Largest error against float64 in Triton's interpreter; of gradients, as a share of the largest. inf: not"
     ]
     lines += [
-        "finite. A gradient that exceeds fp16's range is inf in both ways to compute it. bf16 is left out, because"
+        "finite. A gradient that exceeds fp16's range is inf in both ways to compute it. The interpreter multiplies",
+        "float32 exactly, for which Triton uses TF32 from sm80 on, and has no approximate exponentials. The reference",
+        "of flash-attn and of vLLM's log-probabilities takes the rounded logits. bf16 is left out, because",
     ]
     lines += [
         "the interpreter computes it wrongly ([triton#5424](https://github.com/triton-lang/triton/issues/5424)).",
@@ -158,7 +162,7 @@ def markdown(
     ]
     lines += arithmetic(interpreted)
     lines += ["", "## All kernels", ""]
-    lines += ["Shared memory, registers of a thread, and the bytes that it spills, if any. Bold: does not run.", ""]
+    lines += ["Shared memory, registers of a thread, and the bytes that it spills, if any. Bold: does not fit.", ""]
     lines += every_kernel(fp16)
     if missing:
         lines += ["", "## Left out", "", *(f"- {each}" for each in missing)]

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from verl_precision.paths import REPO, SCRIPTS
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RUNNING: set[subprocess.Popen] = set()  # of json_lines
+STARTING = threading.Lock()  # held while RUNNING changes
 PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that a process gets when its parent has ended
 
 
@@ -62,9 +64,10 @@ def several_at_once() -> Iterator[ThreadPoolExecutor]:
     try:
         yield pool
     except BaseException:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in RUNNING:
-            process.kill()
+        pool.shutdown(wait=False, cancel_futures=True)  # no process starts for what waits in the queue
+        with STARTING:
+            for process in RUNNING:
+                process.kill()
         raise
     finally:
         pool.shutdown()
@@ -93,10 +96,15 @@ def json_lines(module: str, *words: str, environment: Mapping[str, str]) -> Iter
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
     variables = os.environ | common | environment
     with tempfile.TemporaryFile("w+") as log:
-        with subprocess.Popen(command, cwd=SCRIPTS, env=variables, stderr=log, **streams) as process:
+        with STARTING:
+            process = subprocess.Popen(command, cwd=SCRIPTS, env=variables, stderr=log, **streams)
             RUNNING.add(process)
-            yield from map(json.loads, process.stdout)
-        RUNNING.discard(process)
+        try:
+            with process:
+                yield from map(json.loads, process.stdout)
+        finally:
+            with STARTING:
+                RUNNING.discard(process)
         if process.returncode:
             log.seek(0)
             last = log.read().strip().rpartition("\n")[2]

@@ -47,7 +47,8 @@ class TrainedModel:
     def block(self) -> int:
         """Parameters of a layer as FSDP shards and gathers it.
 
-        FSDP2 shards a tensor by its first dimension, which is the expert's, and pads it to one expert on each rank.
+        FSDP2 shards a tensor by its first dimension and pads it to a multiple of the ranks. In transformers 5 that
+        dimension is the experts. The router's padding is left out.
         """
         experts = self.shape.experts
         sharded = self.shards * -(-experts // self.shards) if self.strategy == "fsdp2" else experts

@@ -51,10 +51,14 @@ class Trace:
 def check_traceable(config: "DictConfig") -> None:
     """Refuse a job whose actor the trace does not cover."""
     ours = config.actor_rollout_ref
+    if config.trainer.nnodes * config.trainer.n_gpus_per_node < 2:
+        raise Refused("trainer.nnodes=1 trainer.n_gpus_per_node=1: trace-update supports two ranks or more")
+    older = "actor_rollout_ref.actor.ulysses_sequence_parallel_size"
+    newer = "actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size"
     for key, value, allowed in (
         ("actor_rollout_ref.actor.strategy", ours.actor.strategy, "fsdp2"),
         ("actor_rollout_ref.model.lora_rank", ours.model.lora_rank, 0),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", sequence_parallel(config), 1),
+        (older if ours.actor.ulysses_sequence_parallel_size > 1 else newer, sequence_parallel(config), 1),
     ):
         if value != allowed:
             raise Refused(f"{key}={value}: trace-update supports {allowed}")

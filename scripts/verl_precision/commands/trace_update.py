@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from verl_precision.bench.memory_plan import GIB, check_supported
 from verl_precision.bench.trace import Collective, Trace, check_traceable, trace_job
+from verl_precision.errors import Refused
 from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.format import markdown_table
@@ -77,6 +78,14 @@ def composed(job: Job) -> "DictConfig":
     return config
 
 
+def traced(job: Job, config: "DictConfig", length: int | None) -> Trace:
+    """Return the trace of a job, or refuse it by its name."""
+    try:
+        return trace_job(config, length, CPU_PLATFORM)
+    except Refused as error:
+        raise Refused(f"EXPERIMENT={job.experiment} PRECISION={job.precision}: {error}") from error
+
+
 def row(job: Job, config: "DictConfig", trace: Trace) -> list[object]:
     """Return the cells of a traced job."""
 
@@ -115,7 +124,7 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "**No GPU was used, and nothing was sent.** verl's patched engine updated the actor as one of the GPUs' ranks",
         "(rank 1) under FSDP2, on tensors with shapes and dtypes but no data; torch's fake process group answered for",
         "the other ranks. GB are of whole tensors: a GPU receives all of them but its own share. Where ranks outnumber",
-        "experts, rank 1 has one and others have none.",
+        "experts, rank 1 holds one expert, and those beyond the experts hold padding.",
         "",
         *markdown_table(header, [row[:6] for row in rows]),
         "",
@@ -123,11 +132,11 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "",
         *markdown_table(["model", "GPUs", "regime", *sizes], [[*row[:3], *row[6:]] for row in rows]),
         "",
-        "An update also reduces a few scalars: the gradient's norm, and in fp16 whether it is finite.",
+        "An update also reduces a few scalars.",
         "",
         "Not traced: what a GPU's kernels take while they run, fragmentation, NCCL's buffers, what overlapping streams",
         "keep longer, and time. Attention keeps what flash attention keeps, also in fp32, but keys and values repeated",
-        "for all heads: up to 1.2 GiB more. The gradient of the loss is written over the logits, as by flash-attn.",
+        "for all heads, which is more. The gradient of the loss is written over the logits, as by flash-attn.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -138,7 +147,7 @@ def main(request: TraceRequest) -> int:
     configs = [composed(job) for job in request.jobs]
     rows = []
     with several_at_once() as pool, tqdm(total=len(configs), unit="job") as bar:
-        traces = pool.map(lambda config: trace_job(config, request.length, CPU_PLATFORM), configs)
+        traces = pool.map(lambda job, config: traced(job, config, request.length), request.jobs, configs)
         for job, config, trace in zip(request.jobs, configs, traces, strict=True):
             rows.append(row(job, config, trace))
             bar.update()

@@ -80,6 +80,8 @@ def test_default_jobs_are_of_8_64_and_256_gpus():
         (f"{ACTOR}.strategy=fsdp", "fsdp2"),
         ("actor_rollout_ref.model.lora_rank=8", "0"),
         (f"{ACTOR}.ulysses_sequence_parallel_size=2", "1"),
+        (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size=2", "1"),
+        ("trainer.nnodes=1 trainer.n_gpus_per_node=1", "two ranks or more"),
     ],
 )
 def test_job_that_cannot_be_traced_is_refused(override, supported, tmp_path):

@@ -141,12 +141,19 @@ def test_code_that_asks_for_the_gpu_is_told_of_the_named_one():
     assert not torch.empty(0).is_cuda
 
 
+def running(parent: int) -> list[psutil.Process]:
+    """Return the two workers of a ``check-kernels`` for one generation, once both have started."""
+    children = psutil.Process(parent).children()
+    workers = [child for child in children if any("verl_precision.kernels." in word for word in child.cmdline())]
+    return workers if len(workers) == 2 else []
+
+
 @pytest.mark.subprocess
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_workers_too(number, tmp_path):
     command = [*PROGRAM, "check-kernels", "--gpu=sm90", f"--out={tmp_path / 'out'}"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        workers = wait_until(lambda: psutil.Process(process.pid).children(), "no worker")
+        workers = wait_until(lambda: running(process.pid), "no worker")
         process.send_signal(number)
         assert process.wait(TIMEOUT_S) == 130
     assert not psutil.wait_procs(workers, TIMEOUT_S)[1] and not (tmp_path / "out").exists()

@@ -207,6 +207,12 @@ def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, 
     assert "it can be measured in fp16 here, and not run in it" in capsys.readouterr().out
 
 
+def test_installed_vllm_says_that_it_ignores_the_head_dtype_before_0_28():
+    package = vllm_float16.package_folder("vllm", None)
+    release = tuple(map(int, vllm_float16.version(package).split(".")[:2]))
+    assert (POOLING_HEADS in (package / "config/model.py").read_text()) == (release < (0, 28))
+
+
 @pytest.mark.subprocess
 @pytest.mark.parametrize(("ignores", "dtype"), [(True, "float32"), (True, "float16"), (False, "float32")])
 def test_doctor_finds_a_head_dtype_that_vllm_ignores(ignores, dtype, patched, tmp_path):

@@ -17,7 +17,7 @@ WITHOUT_A_SERVER := -m "not slow and not gpu and not recorded and not e2e" tests
 # Left out: vLLM's CUDA build needs a GPU, gloo of torch 2.11 has no all-to-all, and ERNIE 4.5 fails on a GPU, too (docs/reference/limits.md).
 WITHOUT_A_SERVER += --deselect tests/engine/test_vllm_routers.py --deselect tests/engine/test_parallel.py::test_layout_changes_neither_the_step \
 	--deselect "tests/engine/test_moe.py::test_routers_that_the_class_lists_score_in_fp32[listed_routers-fsdp2]"
-PYTEST := $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
+PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first
 # All variables of the command line as NAME='VALUE', unexpanded, for scripts/verl_precision/make.py to check and to translate.
 quote = '$(subst ','\'',$(1))'
 ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error $(1)=$(strip $(value $(1))): its value must be one line))
@@ -82,9 +82,10 @@ test-all: browser python  ## run every test, in over an hour: all releases, all 
 test-quick: python    ## run the tests that start no process of torch, verl or Ray, in two minutes
 	$(SETUP) $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not subprocess" tests/unit
+test-cuda: BIN := .venv-cuda/bin
 test-cuda: python     ## run what needs no GPU in .venv-cuda, with its torch, transformers and vLLM, on a CPU (FLASH_ATTN=no leaves flash-attn out)
 	$(SETUP) cuda
-	@CUDA_VISIBLE_DEVICES= exec .venv-cuda/bin/python -m pytest -n 2 --no-loadscope-reorder $(WITHOUT_A_SERVER)
+	@CUDA_VISIBLE_DEVICES= exec $(PYTEST) $(WITHOUT_A_SERVER)
 test-releases: python ## run the conformance suite on every release of verl, and record the outcome
 	$(SETUP) $(DEVICE) workers
 	@exec $(BIN)/python -m pytest tests/conformance/verl --write-results

@@ -69,10 +69,9 @@ class Tracing(FakeTensorMode):
             out = self.grouped_mm(*args, **(kwargs or {}))
         else:
             out = super().__torch_dispatch__(func, types, args, kwargs)
-        name = func._schema.name.partition("::")[2].strip("_")
-        if func.namespace in ("c10d", "_c10d_functional") and OPERATORS[name]:
+        if func.namespace in ("c10d", "_c10d_functional") and (name := OPERATORS[func._opname.strip("_")]):
             whole = max([*tensors, *(each for each in tree_leaves(out) if isinstance(each, torch.Tensor))], key=size)
-            self.collectives[OPERATORS[name], str(whole.dtype).removeprefix("torch.")] += size(whole)
+            self.collectives[name, str(whole.dtype).removeprefix("torch.")] += size(whole)
         self.live.note(out)
         return out
 

@@ -124,7 +124,7 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "**No GPU was used, and nothing was sent.** verl's patched engine updated the actor as one of the GPUs' ranks",
         "(rank 1) under FSDP2, on tensors with shapes and dtypes but no data; torch's fake process group answered for",
         "the other ranks. GB are of whole tensors: a GPU receives all of them but its own share. Where ranks outnumber",
-        "experts, rank 1 holds one expert, and those beyond the experts hold padding.",
+        "experts, rank 1 has one expert, and those beyond the experts have padding.",
         "",
         *markdown_table(header, [row[:6] for row in rows]),
         "",

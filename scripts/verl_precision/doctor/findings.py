@@ -315,8 +315,8 @@ def head_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
     value, vllm = job.get(key), package_folder("vllm", job.tree.root)
     if not value or job.server != "vllm" or vllm is None or not (source := vllm / "config/model.py").exists():
         return
-    if POOLING_HEADS in source.read_text() and server_dtype(value) != job.effective_dtype("rollout.logits"):
-        dtype = job.effective_dtype("rollout.logits")
+    dtype = job.effective_dtype("rollout.logits")
+    if POOLING_HEADS in source.read_text() and server_dtype(value) != dtype:
         effect = f"is ignored by vLLM {vllm_version(vllm)}, which reads it for pooling models: its head is in {dtype}"
         yield Finding(key, value, effect, "vLLM 0.28 or later, or remove it and lm_head from keep_fp32_modules")
 

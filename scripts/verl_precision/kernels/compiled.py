@@ -13,7 +13,6 @@ from verl_precision.kernels.launches import Launch, target
 
 # Instructions of PTX that multiply matrices in tensor cores: up to Ampere and Ada, of Hopper, of Blackwell.
 TENSOR_CORES = re.compile(r"^\s*(?:@\S+\s+)?(wmma\.mma|mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", re.M)
-
 TENSOR_MEMORY = 512  # columns of a multiprocessor of Blackwell
 
 

@@ -10,6 +10,11 @@ from verl_precision.kernels.generations import GENERATIONS
 
 ERRORS = {"log_prob": "log p", "entropy": "entropy", "hidden": "gradient of hidden states"}
 ERRORS |= {"weight": "gradient of the head", "logits": "gradient of logits", "output": "output"}
+INCLUDE_FLASH_ATTN = (
+    "export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE",
+    ".venv-cuda/bin/python -m pip install --no-deps --no-build-isolation --target outputs/flash-attn flash-attn==2.8.3",
+    "PYTHONPATH=$PWD/outputs/flash-attn make check-kernels DEVICE=cuda FLASH_ATTN=no",
+)
 
 
 @dataclass(frozen=True)
@@ -55,13 +60,6 @@ def by_generation(kernels: Sequence[Kernel], cell: Callable[[list[Kernel]], str]
     names = list(dict.fromkeys(each.generation for each in kernels))
     rows = ([group, *(cell(of[name]) if of[name] else "–" for name in names)] for group, of in cells.items())
     return markdown_table(["kernels", *map(head, names)], rows)
-
-
-INCLUDE_FLASH_ATTN = (
-    "export FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE FLASH_ATTENTION_FORCE_BUILD=TRUE",
-    ".venv-cuda/bin/python -m pip install --no-deps --no-build-isolation --target outputs/flash-attn flash-attn==2.8.3",
-    "PYTHONPATH=$PWD/outputs/flash-attn make check-kernels DEVICE=cuda FLASH_ATTN=no",
-)
 
 
 def shared_memory(kernels: list[Kernel]) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_precision.paths import IMPORTS, REPO
+from verl_precision.process import stdout_of_json
 from verl_precision.run.job import CPU_PLATFORM, Job, configuration_refusal
 
 if TYPE_CHECKING:
@@ -78,6 +79,5 @@ def refusal(config: "DictConfig") -> str | None:
 
 
 if __name__ == "__main__":
-    stdout = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # verl and vLLM print and log to stdout when they are imported
+    stdout = stdout_of_json()  # verl and vLLM print and log to stdout when they are imported
     print(json.dumps(refusal(pickle.load(sys.stdin.buffer))), end="", file=stdout, flush=True)

@@ -26,16 +26,13 @@ from verl_precision.process import json_lines
 GEMMA = "Gemma-4, global layers"
 
 
-def lines(*words: object) -> list[dict]:
+def compiled_attention(generation: str, *models: str) -> list[dict]:
     environment = os.environ | {"PYTHONPATH": str(SCRIPTS), "TRITON_CACHE_DIR": str(CACHE / "triton")}
     environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+    command = [sys.executable, Path(__file__).with_name("compile_attention.py"), generation, *models]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def compiled_attention(generation: str, *models: str) -> list[dict]:
-    return lines(Path(__file__).with_name("compile_attention.py"), generation, *models)
 
 
 @pytest.mark.subprocess
@@ -62,7 +59,7 @@ def test_arithmetic_of_the_fused_head_fails_at_very_negative_logits_only():
     """https://github.com/verl-project/verl/issues/7439."""
     rows = {
         (row["kernel"], row["situation"]): row
-        for row in lines("-m", "verl_precision.kernels.arithmetic", "float16")
+        for row in json_lines("kernels.arithmetic", "float16", environment={})
         if "kernel" in row
     }
     fused = {situation: row for (kernel, situation), row in rows.items() if kernel == "verl: fused head"}

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.nn.functional import scaled_dot_product_attention
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type as is_wrapper
 from torch.utils._pytree import tree_leaves
@@ -26,7 +25,8 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from recipes.arithmetic.model import build_tokenizer
 from recipes.cpu import host
-from verl_precision.bench.live_tensors import LiveTensors, in_place_log_probs
+from verl_precision.bench.flash_operators import Attention, in_place_log_probs
+from verl_precision.bench.live_tensors import LiveTensors
 from verl_precision.process import stdout_of_json
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ OPERATORS = {
     "all_reduce": "all-reduce",
     "wait_tensor": None,  # sends nothing
 }
-ATTENTION = "traced"  # registered below: keeps what flash attention keeps, and has no mask
+ATTENTION = "traced"  # registered below
 
 
 class Tracing(FakeTensorMode):
@@ -109,11 +109,8 @@ def size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, **kwargs) -> tuple[torch.Tensor, None]:
-    repeated = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(repeated, 1) for each in (key, value))
-    out = scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    return out.transpose(1, 2), None
+def attention(module, query, key, value, attention_mask, **kwargs) -> tuple[torch.Tensor, None]:
+    return Attention.apply(query, key, value).transpose(1, 2), None
 
 
 class WithoutWeights:

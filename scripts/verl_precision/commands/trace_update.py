@@ -135,8 +135,8 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "An update also reduces a few scalars.",
         "",
         "Not traced: what a GPU's kernels take while they run, fragmentation, NCCL's buffers, what overlapping streams",
-        "keep longer, and time. Attention keeps what flash attention keeps, also in fp32, but keys and values repeated",
-        "for all heads, which is more. The gradient of the loss is written over the logits, as by flash-attn.",
+        "keep longer, and time. Attention takes the tensors of flash-attn 2, also in fp32, which flash-attn lacks. The",
+        "gradient of the loss is written over the logits, as by flash-attn's cross entropy.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -29,11 +29,11 @@ def read_config(file: Path) -> dict:
         raise Refused(f"{file} is not JSON: {error}") from error
 
 
-def largest_head(file: Path) -> int:
-    """Return the largest size of an attention head that a config.json states; 0 if it states none."""
+def attention_width(file: Path) -> tuple[int, int]:
+    """Return the largest attention head and the rank of latent attention that a config.json states, or 0."""
     outer = read_config(file)
     config = outer.get("text_config") or outer
-    return max(config.get("head_dim") or 0, config.get("global_head_dim") or 0)
+    return max(config.get("head_dim") or 0, config.get("global_head_dim") or 0), config.get("kv_lora_rank") or 0
 
 
 def lost_softcap(model: str, attention: str | None) -> str | None:

@@ -5,13 +5,14 @@ machine lacks is refused beforehand.
 """
 
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from importlib import metadata
 from typing import TYPE_CHECKING
 
 from verl_precision.errors import Refused
 from verl_precision.facts.gpus import Gpu, find_gpus
-from verl_precision.facts.models import config_file, largest_head
+from verl_precision.facts.models import attention_width, config_file
 from verl_precision.run.job import Job
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ DEFAULT_ATTENTION = "flash_attention_2"  # of verl
 WORKERS = "trainer.n_gpus_per_node"
 CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
 GUIDE = "docs/how-to/gpus.md"
-# The GPUs on which heads of more than 256 exceed a block's shared memory in vLLM's attention (docs/results/kernels.md).
-SMALL_MEMORY, LARGEST_HEAD = (7, 5), 256
+# Beyond these, vLLM's attention takes more shared memory than a block has (docs/results/kernels.md): heads on a T4,
+# latent attention on a V100, too.
+T4, LARGEST_HEAD, LARGEST_LATENT = (7, 5), 256, 511
 
 
 def preset_of(gpu: Gpu) -> str:
@@ -88,19 +90,30 @@ def check_gpus(job: Job, config: "DictConfig") -> None:
             f"PRECISION={job.precision}: {', '.join(in_bf16)} would compute in bfloat16, which {gpu} emulates and "
             "vLLM refuses there; use PRECISION=fp16, which is +precision=fp16 for main_ppo"
         )
-    path = config.actor_rollout_ref.model.path
-    small = next((each for each in gpus if each.capability == SMALL_MEMORY), None)
-    if small and (file := config_file(path)) and (head := largest_head(file)) > LARGEST_HEAD:
-        raise Refused(
-            f"MODEL={path}: has attention heads of {head}, at most {LARGEST_HEAD} are possible on {small}: "
-            f"vLLM's attention would exceed its shared memory; see {GUIDE}"
-        )
+    check_attention(config.actor_rollout_ref.model.path, gpus)
     if missing := flash_attention_missing(gpu):
         for role, model in models.items():
             attention = model.get("override_config", {}).get("attn_implementation", DEFAULT_ATTENTION)
             if attention == DEFAULT_ATTENTION:
                 key = f"{role}.model.override_config.attn_implementation"
                 raise Refused(f"{key}={attention}: {missing} ({gpu}); use +attention=sdpa")
+
+
+def check_attention(model: str, gpus: Iterable[Gpu]) -> None:
+    """Refuse a model for which vLLM's attention needs more shared memory than a block has on one of the GPUs."""
+    file = config_file(model)
+    head, latent = attention_width(file) if file else (0, 0)
+    for gpu in gpus:
+        if head > LARGEST_HEAD and gpu.capability == T4:
+            excess = f"attention heads of {head}, at most {LARGEST_HEAD} are"
+        elif latent > LARGEST_LATENT and gpu.capability < FLASH_ATTENTION:
+            excess = f"latent attention of rank {latent} (kv_lora_rank), at most {LARGEST_LATENT} is"
+        else:
+            continue
+        raise Refused(
+            f"MODEL={model}: has {excess} possible on {gpu}: vLLM's attention would exceed its shared memory; "
+            f"see {GUIDE}"
+        )
 
 
 def check_machine(config: "DictConfig", device: str) -> None:

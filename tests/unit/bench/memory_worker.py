@@ -26,7 +26,8 @@ from verl.utils.precision import GradScalerConfig
 from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig, TrainingWorkerConfig
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.engine_workers import TrainingWorker
-from verl_precision.bench.live_tensors import LiveTensors, in_place_log_probs
+from verl_precision.bench.flash_operators import in_place_log_probs
+from verl_precision.bench.live_tensors import LiveTensors
 
 TOKENIZER, OUT, SETTINGS = sys.argv[2], Path(sys.argv[3]), json.loads(sys.argv[4])
 RANK = int(os.environ["RANK"])

@@ -276,28 +276,33 @@ def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn,
     assert "\n" not in str(refused.value)
 
 
+HEAD_OF_512 = "attention heads of 512, at most 256 are"
+LATENT = "latent attention of rank 512 .kv_lora_rank., at most 511 is"
+
+
 @pytest.mark.parametrize(
-    ("config", "head"),
+    ("config", "capability", "excess"),
     [
-        ({"head_dim": 128}, None),
-        ({"head_dim": 256}, None),
-        ({"hidden_size": 896}, None),
-        ({"text_config": {"head_dim": 256, "global_head_dim": 512}}, 512),
-        ({"head_dim": 512}, 512),
+        ({"head_dim": 128}, (7, 5), None),
+        ({"head_dim": 256}, (7, 5), None),
+        ({"hidden_size": 896}, (7, 5), None),
+        ({"text_config": {"head_dim": 256, "global_head_dim": 512}}, (7, 5), HEAD_OF_512),
+        ({"head_dim": 512}, (7, 5), HEAD_OF_512),
+        ({"head_dim": 512}, (8, 0), None),
+        ({"kv_lora_rank": 256}, (7, 5), None),
+        ({"kv_lora_rank": 512}, (7, 5), LATENT),
+        ({"kv_lora_rank": 512}, (8, 0), None),
     ],
 )
-def test_heads_beyond_the_shared_memory_of_a_t4_are_refused(on_gpus, config, head, tmp_path):
+def test_attention_beyond_the_shared_memory_is_refused(on_gpus, config, capability, excess, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    for capability in ((7, 5), (8, 0)):
-        job, _ = on_gpus([capability], f"MODEL={tmp_path}")
-        composed = compose(job, tmp_path)
-        if head is None or capability == (8, 0):
-            check_gpus(job, composed)
-            continue
-        with pytest.raises(
-            Refused, match=f"^MODEL={tmp_path}: has attention heads of {head}, at most 256 are possible"
-        ):
-            check_gpus(job, composed)
+    job, _ = on_gpus([capability], f"MODEL={tmp_path}")
+    composed = compose(job, tmp_path)
+    if excess is None:
+        check_gpus(job, composed)
+        return
+    with pytest.raises(Refused, match=f"^MODEL={tmp_path}: has {excess} possible on NVIDIA X .sm75.: vLLM's attention"):
+        check_gpus(job, composed)
 
 
 def test_job_is_compared_with_the_gpus_before_it_starts(on_gpus, monkeypatch, tmp_path):

@@ -1,24 +1,31 @@
 """Updates that are traced without data, against exact counts and the plan of memory."""
 
 import json
+from collections.abc import Callable
 
 import pytest
 
-from verl_precision.bench.trace import Trace, trace_job
+from verl_precision.bench.trace import Trace
 from verl_precision.commands import trace_update
 from verl_precision.errors import Refused
 from verl_precision.facts.dtypes import BYTES, SHORT_NAMES
-from verl_precision.run.job import CPU_PLATFORM
 
 ACTOR = "actor_rollout_ref.actor"
 WITHIN = 0.15  # plan-memory's
 
 
-def traced(*words: str) -> Trace:
-    """Trace one job, with short sequences."""
-    request = trace_update.parse(["EXPERIMENT=moe_30b", "LENGTH=512", *words])
-    (job,) = request.jobs
-    return trace_job(trace_update.composed(job), request.length, CPU_PLATFORM)
+@pytest.fixture
+def traced(tmp_path, monkeypatch) -> Callable[..., tuple[Trace, str]]:
+    """``traced(*words)``: the trace of one job with short sequences, and the page that the command writes of it."""
+    trace_job, traces = trace_update.trace_job, []
+    monkeypatch.setattr(trace_update, "trace_job", lambda *args: traces.append(trace_job(*args)) or traces[-1])
+
+    def traced(*words: str) -> tuple[Trace, str]:
+        request = trace_update.parse(["EXPERIMENT=moe_30b", "LENGTH=512", f"OUT={tmp_path / 'out'}", *words])
+        assert trace_update.main(request) == 0
+        return traces[-1], (tmp_path / "out/trace-update.md").read_text()
+
+    return traced
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +43,9 @@ SMALL = f"data.train_batch_size=32 {ACTOR}.ppo_mini_batch_size=32 {ACTOR}.ppo_ma
 
 
 @pytest.mark.subprocess
-def test_traced_update_of_more_ranks_than_experts_agrees_with_the_plan(small_experts):
+def test_traced_update_of_more_ranks_than_experts_agrees_with_the_plan(small_experts, traced):
     """FSDP2 gives half of the ranks no expert, and gathers and reduces as many bytes as if each had one."""
-    trace = traced(small_experts, "PRECISION=fp16", f"ARGS=trainer.nnodes=2 {SMALL}")
+    trace, page = traced(small_experts, "PRECISION=fp16", f"ARGS=trainer.nnodes=2 {SMALL}")
     layers, vocab, hidden, width = 4, 4096, 512, 768
     experts = layers * 3 * hidden * width * 8
     others = layers * (2 * hidden * (512 + 128) + 2 * hidden + 2 * 64) + 2 * vocab * hidden + hidden
@@ -53,12 +60,16 @@ def test_traced_update_of_more_ranks_than_experts_agrees_with_the_plan(small_exp
     assert trace.weights == pytest.approx(trace.planned.resident["weights"], rel=0.01)
     assert trace.adam == pytest.approx(trace.planned.resident["Adam"], rel=0.01)
     assert trace.peak == pytest.approx(trace.planned_peak, rel=WITHIN)
+    sent = f"all-gather float16: {gathered.size / 1e9:.1f}<br>reduce-scatter float32: {reduced.size / 1e9:.1f}"
+    synced = f"all-gather float32: {trace.sync[0].size / 1e9:.1f}"
+    assert f"| 16 | fp16 | {sent} | {trace.planned.micro_batches} | {synced} |" in page
+    assert f" {trace.peak / 2**30:.1f} ({trace.planned_peak / 2**30:.1f}) |" in page
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp32"])
-def test_traced_update_agrees_with_the_plan(small_experts, precision):
-    trace = traced(small_experts, f"PRECISION={precision}", f"ARGS=trainer.nnodes=1 {SMALL}")
+def test_traced_update_agrees_with_the_plan(small_experts, traced, precision):
+    trace, _ = traced(small_experts, f"PRECISION={precision}", f"ARGS=trainer.nnodes=1 {SMALL}")
     dtype, size = SHORT_NAMES[precision], BYTES[SHORT_NAMES[precision]]
     gathered, reduced = trace.micro_batch
     assert (gathered.dtype, reduced.dtype) == (dtype, "float32")

@@ -39,9 +39,9 @@ def stages(content: dict) -> str:
         steps = [step for step in STEPS if step.stage == stage]
         first, _, others = counts(content, steps).partition(", ")
         number, _, status = first.partition(" ")
-        part = f"{number} of {len(steps)} {status}, {others}" if others else status
+        part = f": {number} of {len(steps)} {status}, {others}" if others else f" {status}"
         by_result.setdefault(part, []).append(stage)
-    return "; ".join(f"{', '.join(names)} {result}" for result, names in by_result.items())
+    return "; ".join(f"{', '.join(names)}{result}" for result, names in by_result.items())
 
 
 def sentence(page: Path, reports: Path = REPORTS) -> str:

@@ -97,7 +97,7 @@ def row(job: Job, config: "DictConfig", trace: Trace) -> list[object]:
 
     resident = trace.planned.resident
     return [
-        *(config.actor_rollout_ref.model.path, trace.ranks, job.precision),
+        *(f"{config.actor_rollout_ref.model.path} ({job.experiment})", trace.ranks, job.precision),
         *(sent(trace.micro_batch), trace.planned.micro_batches, sent(trace.sync)),
         *(pair(trace.weights, resident["weights"]), pair(trace.adam, resident["Adam"])),
         pair(trace.peak, trace.planned_peak),
@@ -109,7 +109,7 @@ def markdown(rows: list[list[object]], command: str) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in PACKAGES)
     sizes = ["weights", "Adam", "peak without Adam"]
     header = [
-        "model",
+        "model (experiment)",
         "GPUs",
         "regime",
         "gathered and reduced for a micro-batch, GB",
@@ -130,7 +130,7 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "",
         "GiB on a GPU during an update, in parentheses by [plan-memory's](../how-to/plan-memory.md) arithmetic:",
         "",
-        *markdown_table(["model", "GPUs", "regime", *sizes], [[*row[:3], *row[6:]] for row in rows]),
+        *markdown_table(["model (experiment)", "GPUs", "regime", *sizes], [[*row[:3], *row[6:]] for row in rows]),
         "",
         "An update also reduces a few scalars.",
         "",

@@ -143,18 +143,14 @@ def markdown(
     lines += ["How many of the kernels that multiply matrices have an instruction of tensor cores.", ""]
     lines += by_generation(matrices, tensor_cores)
     lines += ["", "## Registers", ""]
-    lines += ["The most local memory that ptxas gave a thread for what it left out of registers.", ""]
+    lines += ["The most bytes that a thread spills, as ptxas reports them.", ""]
     lines += by_generation(fp16, spilled)
     lines += ["", "## Arithmetic", ""]
     lines += [
-        "Largest error against float64 in Triton's interpreter; of gradients, as a share of the largest. inf: not"
-    ]
-    lines += [
-        "finite. A gradient that exceeds fp16's range is inf in both ways to compute it. The interpreter multiplies",
+        "Largest error against float64 in Triton's interpreter; of gradients, relative to the largest. inf: not",
+        "finite; with and without the fused head, where a gradient exceeds fp16's range. The interpreter multiplies",
         "float32 exactly, for which Triton uses TF32 from sm80 on, and has no approximate exponentials. The reference",
         "of flash-attn and of vLLM's log-probabilities takes the rounded logits. bf16 is left out, because",
-    ]
-    lines += [
         "the interpreter computes it wrongly ([triton#5424](https://github.com/triton-lang/triton/issues/5424)).",
         "",
     ]

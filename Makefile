@@ -12,9 +12,9 @@ DEVICE ?= cpu
 BIN := $(if $(filter cuda,$(DEVICE)),.venv-cuda,.venv)/bin
 PROGRAM = $(TOOLS) scripts/verl_precision
 SETUP = @$(PROGRAM) setup $(PYTHON:%=--python %)
-WITHOUT_A_SERVER := -m "not slow and not gpu and not recorded and not e2e" tests/engine tests/conformance/verl \
-	tests/unit/doctor tests/unit/bench tests/unit/probe tests/unit/kernels tests/unit/run/test_vllm_support.py tests/unit/run/test_configured_server.py
-# Left out: vLLM's CUDA build needs a GPU, gloo of torch 2.11 has no all-to-all, and ERNIE 4.5 fails on a GPU, too (docs/reference/limits.md).
+WITHOUT_A_SERVER := -m "not slow and not gpu and not recorded and not e2e" tests/unit/run/test_configured_server.py tests/engine tests/conformance/verl \
+	tests/unit/doctor tests/unit/bench tests/unit/probe tests/unit/kernels tests/unit/run/test_vllm_support.py
+# Left out: vLLM's CUDA build needs a GPU to serve, gloo of torch 2.11 has no all-to-all, and ERNIE 4.5 fails on a GPU, too (docs/reference/limits.md).
 WITHOUT_A_SERVER += --deselect tests/engine/test_vllm_routers.py --deselect tests/engine/test_parallel.py::test_layout_changes_neither_the_step \
 	--deselect "tests/engine/test_moe.py::test_routers_that_the_class_lists_score_in_fp32[listed_routers-fsdp2]"
 PYTEST = $(BIN)/python -m pytest -n 2 --no-loadscope-reorder  # the folders in order: the longest come first

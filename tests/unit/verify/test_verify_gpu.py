@@ -143,7 +143,7 @@ def test_state_of_gpus_is_that_of_the_reports(tmp_path):
     assert {str(page): page.read_text() for page in state.pages()} == {str(a): b for a, b in state.pages().items()}
     (tmp_path / "t4.json").write_text(json.dumps({"name": "Tesla T4", "steps": {"training": {"status": "passed"}}}))
     text = state.sentence(tmp_path.parent / "README.md", tmp_path)
-    results = "machine, numerics, job, probe, amp not run; cost 1 of 2 passed, 1 not run"
+    results = "machine, numerics, job, probe, amp not run; cost: 1 of 2 passed, 1 not run"
     assert text == f"[Tesla T4]({tmp_path.name}/t4.md): {results}"
 
 

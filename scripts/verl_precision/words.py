@@ -108,7 +108,10 @@ def one_of(values: Mapping[str, str], name: str, allowed: list[str], default: st
 def some_of(values: Mapping[str, str], name: str, allowed: list[str], default: str | None = None) -> tuple[str, ...]:
     """Return the words of a variable that takes some of ``allowed``, each once; all by default."""
     words = values.get(name, " ".join(allowed) if default is None else default).split()
-    return tuple(dict.fromkeys(one_of({name: word}, name, allowed, "") for word in words))
+    for word in words:
+        if word not in allowed:
+            raise Refused(f"{name}={word}: must be one of {', '.join(allowed)}, or several, separated by spaces")
+    return tuple(dict.fromkeys(words))
 
 
 def whole_number(values: Mapping[str, str], name: str, least: int, default: int | None) -> int | None:

@@ -21,6 +21,7 @@ GIB = 2**30
 # Device memory outside tensors: the CUDA context, NCCL's buffers, fragmentation, the sleeping rollout.
 # verl-project/verl, pull request 7461: 39.63 GiB on the device with 35.68 allocated, 37.80 with 33.70.
 OUTSIDE_TENSORS = 4 * GIB
+MICRO_BATCH = ("max_token_len_per_gpu", "micro_batch_size_per_gpu")  # the ends of the keys of its size
 OF_TRAINER = ("weights", "Adam", "gradients", "gathered", "reduced", "activations", "logits")
 OF_ROLLOUT = ("rollout's weights", "KV cache")
 
@@ -107,9 +108,20 @@ def check_supported(config: "DictConfig") -> None:
     for key, allowed in supported.items():
         if (value := OmegaConf.select(config, key)) not in allowed:
             raise Refused(f"{key}={value}: plan-memory supports {' or '.join(map(str, allowed))}")
-    for key in ("trainer.nnodes", "trainer.n_gpus_per_node", f"{ours}.rollout.tensor_model_parallel_size"):
-        if (value := OmegaConf.select(config, key)) < 1:
-            raise Refused(f"{key}={value}: must be at least 1")
+    keys = [f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node")]
+    keys += [f"data.{key}" for key in ("train_batch_size", "max_prompt_length", "max_response_length")]
+    keys += [f"{ours}.rollout.{key}" for key in ("n", "tensor_model_parallel_size")]
+    keys += [f"{role}.ppo_{key}" for role in roles for key in ("mini_batch_size", *MICRO_BATCH)]
+    keys += [f"{ours}.{role}.log_prob_{key}" for role in ("rollout", "ref") for key in MICRO_BATCH]
+    for key in keys:
+        value = OmegaConf.select(config, key)
+        if value is None and key.endswith(MICRO_BATCH):  # only one of them is read
+            continue
+        if type(value) is not int or value < 1:
+            raise Refused(f"{key}={value}: must be a whole number of at least 1")
+    key = f"{ours}.rollout.gpu_memory_utilization"
+    if not isinstance(value := OmegaConf.select(config, key), int | float) or not 0 < value <= 1:
+        raise Refused(f"{key}={value}: must be a number above 0 and at most 1")
 
 
 def plan_job(config: "DictConfig", memory: int, length: int | None) -> MemoryPlan:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from verl_precision.errors import Refused
-from verl_precision.facts.dtypes import SHORT_NAMES
+from verl_precision.facts.dtypes import SHORT_NAMES, short_name
 from verl_precision.facts.packages import version
 from verl_precision.files import check_room
 from verl_precision.kernels.generations import DEFAULT, GENERATIONS
@@ -64,7 +64,7 @@ def main(request: Request) -> int:
 
     from tqdm import tqdm
 
-    from verl_precision.kernels.report import Kernel, markdown
+    from verl_precision.kernels.report import Kernel, markdown, unfit
 
     missing: dict[str, None] = {}
     tasks = [("kernels.worker", name, *request.dtypes) for name in request.generations]
@@ -89,8 +89,10 @@ def main(request: Request) -> int:
     kernels = [Kernel.read(line) for lines in compiled for line in lines]
     versions = ", ".join(f"{name} {found}" for name in PACKAGES if (found := version(name)))
     chosen = f" GPU='{' '.join(request.generations)}'" if request.generations != DEFAULT else ""
+    chosen += f" PRECISION={short_name(request.dtypes[0])}" if len(request.dtypes) == 1 else ""
     page = markdown(kernels, interpreted, list(missing), versions, spelled(f"make check-kernels{chosen}"))
     request.out.mkdir(parents=True, exist_ok=True)
     (request.out / "kernels.md").write_text(page)
-    print(f"{len(kernels)} kernels, {sum(not each.runs for each in kernels)} do not run: {request.out / 'kernels.md'}")
+    print(f"{len(kernels)} kernels, {sum(not each.runs for each in kernels)} do not run", *unfit(kernels), sep="\n")
+    print(request.out / "kernels.md")
     return 0

@@ -309,7 +309,12 @@ def test_bad_input_is_refused(word, message, tmp_path):
         (f"{ACTOR}.strategy=megatron", "plan-memory supports fsdp or "),
         ("critic.fsdp.reshard_after_forward=False", "plan-memory supports True"),
         (f"{ROLLOUT}.gpu_memory_utilization=0.02", "1.6 GiB are too few for "),
-        ("trainer.nnodes=0", "must be at least 1"),
+        ("trainer.nnodes=0", "must be a whole number of at least 1"),
+        ("trainer.nnodes=1.5", "must be a whole number of at least 1"),
+        ("data.max_response_length=long", "must be a whole number of at least 1"),
+        ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=many", "must be a whole number of at least 1"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=high", "must be a number above 0 and at most 1"),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization=7", "must be a number above 0 and at most 1"),
     ],
 )
 def test_job_that_cannot_be_planned_is_refused(override, message, tmp_path):

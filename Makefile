@@ -79,7 +79,7 @@ matrix: python       ## write the support matrices and the state of GPUs into th
 test-all: browser python  ## run every test, in over an hour: all releases, all configurations of the doctor, whole jobs, a browser
 	$(SETUP) $(DEVICE) workers
 	@exec $(PYTEST) -m "$(if $(filter cuda,$(DEVICE)),slow or not slow,not gpu)"
-test-quick: python    ## run the tests that start no process of torch, verl or Ray, in two minutes
+test-quick: python    ## run the tests that start no process of torch, verl or Ray, in four minutes
 	$(SETUP) $(DEVICE)
 	@exec $(PYTEST) -m "not slow and not gpu and not subprocess" tests/unit
 test-cuda: BIN := .venv-cuda/bin

@@ -277,7 +277,7 @@ def test_job_that_the_gpu_cannot_run_is_refused(on_gpus, capability, flash_attn,
 
 
 HEAD_OF_512 = "attention heads of 512, at most 256 are"
-LATENT = "latent attention of rank 512 .kv_lora_rank., at most 511 is"
+LATENT = "latent attention of rank 512 .kv_lora_rank., at most 256 is"
 
 
 @pytest.mark.parametrize(
@@ -291,17 +291,24 @@ LATENT = "latent attention of rank 512 .kv_lora_rank., at most 511 is"
         ({"head_dim": 512}, (8, 0), None),
         ({"kv_lora_rank": 256}, (7, 5), None),
         ({"kv_lora_rank": 512}, (7, 5), LATENT),
+        ({"kv_lora_rank": None}, (7, 5), None),
+        ({"text_config": {"kv_lora_rank": 512}}, (7, 5), LATENT),
         ({"kv_lora_rank": 512}, (8, 0), None),
+        ({"head_dim": 512}, (7, 0), None),
+        ({"kv_lora_rank": 512}, (7, 0), LATENT),
     ],
 )
-def test_attention_beyond_the_shared_memory_is_refused(on_gpus, config, capability, excess, tmp_path):
+def test_attention_beyond_the_shared_memory_is_refused(on_gpus, monkeypatch, config, capability, excess, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     job, _ = on_gpus([capability], f"MODEL={tmp_path}")
+    monkeypatch.setattr(machine, "find_gpus", lambda: (replace(a_gpu(capability), kernels=True),))
     composed = compose(job, tmp_path)
     if excess is None:
         check_gpus(job, composed)
         return
-    with pytest.raises(Refused, match=f"^MODEL={tmp_path}: has {excess} possible on NVIDIA X .sm75.: vLLM's attention"):
+    with pytest.raises(
+        Refused, match=f"^MODEL={tmp_path}: has {excess} possible on NVIDIA X .sm7[05].: vLLM's attention"
+    ):
         check_gpus(job, composed)
 
 

@@ -15,7 +15,7 @@ from verl_precision.doctor import dtype_rules
 from verl_precision.doctor.findings import BYPASS, MISMATCH_FREQ, Finding, mismatch_freq
 from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, DtypeResolver, UnexpectedPrecision, server_dtype
 from verl_precision.doctor.tree import Tree
-from verl_precision.facts.models import config_file, read_config
+from verl_precision.facts.models import config_file, read_text_config
 from verl_precision.facts.packages import package_folder
 from verl_precision.facts.vllm_float16 import Float16Support, float16_support, version, ways_out
 
@@ -232,8 +232,7 @@ def unsupported_models(job: DtypeResolver) -> Iterator[Finding]:
     model, site, on_fsdp = str(job.get(f"{MODEL}.path")), job.tree.root, job.on_fsdp("actor")
     if (file := config_file(model)) is None:
         return
-    outer = read_config(file)
-    config = outer.get("text_config") or outer
+    config = read_text_config(file)
     reasons = [missing_kv_heads(config, site)] if on_fsdp else []
     if on_fsdp and job.server == "vllm" and (vllm := package_folder("vllm", site)):  # Megatron sends vLLM's names
         reasons.append(mixtral_weights(config, vllm, site))

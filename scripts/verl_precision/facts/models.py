@@ -29,10 +29,15 @@ def read_config(file: Path) -> dict:
         raise Refused(f"{file} is not JSON: {error}") from error
 
 
+def read_text_config(file: Path) -> dict:
+    """Return what a config.json says of the language model: its ``text_config``, or all where it has none."""
+    outer = read_config(file)
+    return outer.get("text_config") or outer
+
+
 def attention_width(file: Path) -> tuple[int, int]:
     """Return the largest attention head and the rank of latent attention that a config.json states, or 0."""
-    outer = read_config(file)
-    config = outer.get("text_config") or outer
+    config = read_text_config(file)
     return max(config.get("head_dim") or 0, config.get("global_head_dim") or 0), config.get("kv_lora_rank") or 0
 
 

@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 
 from transfer_queue import KVBatchMeta
 
-from recipes.cpu.replay_buffer import QuickReplayBuffer
+from recipes.cpu.replay_buffer import POLL_S
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.workers.rollout.llm_server import LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -100,12 +101,15 @@ class RecordedAgentLoop(SingleTurnAgentLoop):
         return await super().run(sampling_params, **kwargs)
 
 
-class OrderedReplayBuffer(QuickReplayBuffer):
+class OrderedReplayBuffer(ReplayBuffer):
     """Returns batches in the order of the data instead of completion, and refuses those with failed rollouts.
 
     The order determines how a batch is split and losses are summed. verl would train on the remaining rollouts, with
     padding for the failed ones.
     """
+
+    def __init__(self, **kwargs: Any):
+        super().__init__(**kwargs, poll_interval=POLL_S)
 
     def sample(self, global_steps: int, partition_id: str, batch_size: int) -> tuple[KVBatchMeta, dict]:
         batch, metrics = super().sample(global_steps, partition_id, batch_size)

@@ -10,8 +10,6 @@ ENGINE = f"{ROLLOUT}.checkpoint_engine"
 BOTH = [
     "data.train_batch_size=16",
     f"{ACTOR}.ppo_mini_batch_size=16",
-    "trainer.v1.sampler.custom_sampler.path=null",  # the CPU preset's waits for the synchronous trainer's answers only
-    "trainer.v1.sampler.custom_sampler.name=null",
     SMALL_ENGINE,
 ]
 MODES = {

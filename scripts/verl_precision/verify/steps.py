@@ -221,7 +221,7 @@ ONE_GPU = {
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": 256,
     "reward.num_workers": 1,
     "trainer.v1.sampler.custom_sampler.path": "pkg://recipes.cpu.replay_buffer",
-    "trainer.v1.sampler.custom_sampler.name": "QuickReplayBuffer",
+    "trainer.v1.sampler.custom_sampler.name": "quick_replay_buffer",
     "trainer.save_freq": -1,
 }
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from transfer_queue import KVBatchMeta
 
-from recipes.cpu.replay_buffer import QuickReplayBuffer
+from recipes.cpu.replay_buffer import quick_replay_buffer
 from recipes.replay.rollouts import (
     OrderedReplayBuffer,
     RecordedAgentLoop,
@@ -16,6 +16,7 @@ from recipes.replay.rollouts import (
     SampleKey,
 )
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer, ReplayBufferAsync
 from verl.workers.rollout.replica import TokenOutput
 
 KEY = SampleKey(step=3, row=5, sample=1)
@@ -102,7 +103,7 @@ def test_batches_are_in_the_order_of_the_data_and_refused_if_rollouts_failed(mon
     """Two prompts of twelve answers, "b" being the first of the data, finished last first."""
     keys = [f"{uid}_{sample}_0" for uid in ("b", "a") for sample in reversed(range(12))]
     finished = KVBatchMeta(keys=keys, tags=[{}] * len(keys))
-    monkeypatch.setattr(QuickReplayBuffer, "sample", lambda *_: (finished, {}))
+    monkeypatch.setattr(ReplayBuffer, "sample", lambda *_: (finished, {}))
     buffer = object.__new__(OrderedReplayBuffer)
     buffer.prompt_global_steps, buffer.failure_keys = {"train": {"b": 1, "a": 1}}, {"train": set()}
     batch, _ = buffer.sample(1, "train", 2)
@@ -112,7 +113,8 @@ def test_batches_are_in_the_order_of_the_data_and_refused_if_rollouts_failed(mon
         buffer.sample(1, "train", 2)
 
 
-def test_buffer_polls_ten_times_a_second():
+@pytest.mark.parametrize(("mode", "expected"), [("sync", ReplayBuffer), ("separate_async", ReplayBufferAsync)])
+def test_buffer_is_that_of_the_mode_and_polls_ten_times_a_second(mode, expected):
     limits = {"max_off_policy_threshold": None, "max_off_policy_strategy": "drop"}
-    buffer = QuickReplayBuffer(trainer_mode="sync", trainer_config={}, sampler_kwargs={}, **limits)
-    assert buffer.poll_interval == 0.1
+    buffer = quick_replay_buffer(trainer_mode=mode, trainer_config={}, sampler_kwargs={}, **limits)
+    assert type(buffer) is expected and buffer.poll_interval == 0.1

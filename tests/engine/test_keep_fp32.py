@@ -1,10 +1,13 @@
 """Modules to keep in fp32 are matched by name, and those that cannot be kept are refused."""
 
+import copy
+
 import pytest
 import torch
-from precision import engine_kwargs_with_routers, keep_in_fp32
+from peft import LoraConfig, get_peft_model
+from precision import keep_in_fp32
 from precision.keep_fp32 import check_keep_fp32, listed_in_fp32, star
-from precision.routers import fp32_parameters
+from precision.vllm_fp32 import fp32_parameters
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 
@@ -23,7 +26,6 @@ def small_models() -> dict[str, torch.nn.Module]:
         ("own head", "lm_haed", ["lm_haed matches no module of Qwen2ForCausalLM", "near it: lm_head"]),
         ("own head", "model.layers.9.mlp.down", ["model.layers.9.mlp.down matches no", "model.layers.*.mlp.down_proj"]),
         ("own head", "model.layers", ["model.layers cannot be kept", "whole transformer blocks"]),
-        ("tied", "lm_head", ["it shares a weight with model.embed_tokens"]),
         ("tied", "*embed_tokens", ["it shares a weight with lm_head"]),
         ("flash", "*.self_attn", ["model.layers.0 cannot be kept", "flash attention has no fp32; set"]),
     ],
@@ -115,13 +117,35 @@ def test_a_kept_router_returns_fp32_scores_and_other_kept_modules_do_not():
         assert block.shared_experts(hidden).dtype == torch.bfloat16
 
 
-def test_vllm_gets_the_patterns_and_reports_the_parameters_in_fp32():
-    kwargs = {"additional_config": {"other": 1}, "seed": 1}
-    assert engine_kwargs_with_routers(kwargs, None) == engine_kwargs_with_routers(kwargs, []) == kwargs
-    assert engine_kwargs_with_routers(kwargs, ["*.gate"]) == {
-        "additional_config": {"other": 1, "keep_fp32_modules": ["*.gate"]},
-        "seed": 1,
-    }
+@pytest.mark.parametrize("model", ["own head", "tied"])
+def test_a_kept_head_multiplies_in_fp32_by_its_weight_in_the_compute_dtype(small_models, model):
+    module = copy.deepcopy(small_models[model])
+    kept = keep_in_fp32(module, ["lm_head"], torch.float16, "cpu")
+    assert not kept and kept.names() == {"keep_fp32": ["lm_head"]}, "FSDP must gather it with the embeddings"
+    module.half()
+    hidden = torch.randn(1, 3, 8).half()
+    with torch.autocast("cpu", torch.float16):
+        logits = module.lm_head(hidden)
+    assert logits.dtype == torch.float32 and logits.equal(hidden.float() @ module.lm_head.weight.float().T)
+    logits.sum().backward()
+    assert module.lm_head.weight.grad.dtype == torch.float16
+    assert (module.lm_head.weight is module.model.embed_tokens.weight) == (model == "tied")
+
+
+def test_a_kept_head_adds_its_lora_adapter_in_fp32(small_models):
+    module = copy.deepcopy(small_models["own head"])
+    adapted = get_peft_model(module, LoraConfig(r=2, lora_alpha=2, target_modules=["lm_head"]))
+    torch.nn.init.normal_(module.lm_head.lora_B["default"].weight)
+    assert keep_in_fp32(adapted, ["lm_head"], torch.float16, "cpu").names() == {"keep_fp32": ["lm_head"]}
+    adapted.half()
+    hidden, head = torch.randn(1, 3, 8).half(), module.lm_head
+    weight = head.weight.float() + head.lora_B["default"].weight.float() @ head.lora_A["default"].weight.float()
+    with torch.autocast("cpu", torch.float16):
+        logits = head(hidden)
+    assert logits.dtype == torch.float32 and torch.allclose(logits, hidden.float() @ weight.T, rtol=1e-5, atol=1e-6)
+
+
+def test_vllm_reports_the_parameters_in_fp32():
     model = mixture("glm4_moe").half()
     assert fp32_parameters(model) == {} == fp32_parameters(mixture("glm4_moe"))
     for layer in model.model.layers:

@@ -1,10 +1,10 @@
-"""vLLM's own layers with routers that ``keep_fp32_modules`` names."""
+"""vLLM's own layers with routers, and its arguments for a head, that ``keep_fp32_modules`` names."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from precision import engine_kwargs_with_routers, keep_routers_in_fp32
+from precision import args_with_fp32_modules, keep_routers_in_fp32
 
 
 @pytest.fixture
@@ -63,4 +63,46 @@ def test_a_named_router_has_fp32_weights_and_scores(config, name, rows, changed,
     ],
 )
 def test_only_named_modules_give_vllm_an_additional_config(given, patterns, expected):
-    assert engine_kwargs_with_routers(given, patterns) == expected
+    assert args_with_fp32_modules(given, patterns, "0.24.0") == expected
+
+
+QUANTIZED = {"quantization_config": {"quant_method": "fp8"}}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "given", "expected"),
+    [
+        (["lm_head"], {}, {"head_dtype": "float32"}),
+        (["*.gate", "lm_*"], QUANTIZED, QUANTIZED | {"head_dtype": "float32"}),
+        (["lm_head"], {"head_dtype": "model"}, {"head_dtype": "model"}),
+        (["*.gate"], QUANTIZED, QUANTIZED),
+    ],
+)
+def test_a_named_head_is_computed_in_fp32_by_vllm(patterns, given, expected):
+    changed = args_with_fp32_modules({"hf_overrides": given}, patterns, "0.28.0+cpu")
+    assert changed["hf_overrides"] == expected and changed["additional_config"] == {"keep_fp32_modules": patterns}
+
+
+def test_a_named_head_is_refused_where_vllm_would_ignore_it():
+    with pytest.raises(ValueError) as error:
+        args_with_fp32_modules({}, ["lm_head"], "0.24.0")
+    words = [
+        "rollout.keep_fp32_modules=['lm_head']",
+        "vLLM 0.24.0",
+        "vLLM 0.28 or later",
+        "rollout.keep_fp32_modules=[]",
+    ]
+    assert all(word in str(error.value) for word in words)
+
+
+def test_installed_vllm_computes_its_head_in_the_dtype_that_it_is_given(config):
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    get_current_vllm_config().model_config = SimpleNamespace(head_dtype=torch.float32)
+    head = ParallelLMHead(64, 8, params_dtype=torch.float16)
+    torch.nn.init.normal_(head.weight)
+    hidden = torch.randn(2, 8).half()
+    logits = LogitsProcessor(64)(head, hidden)
+    assert logits.dtype == torch.float32 and logits.equal(hidden.float() @ head.weight[:64].float().T)

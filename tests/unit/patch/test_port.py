@@ -228,7 +228,7 @@ DECIDED = {
         "verl/utils/checkpoint/checkpoint_manager.py",
     ],
     "[trainer] feat: save a checkpoint after a storm": ["verl/trainer/sft_trainer.py"],
-    "[rollout] feat: keep routers in fp32": ["verl/workers/rollout/vllm_rollout/vllm_async_server.py"],
+    "[rollout] feat: keep routers and the head in fp32": ["verl/workers/rollout/vllm_rollout/vllm_async_server.py"],
     "[rollout] fix: offload the base under LoRA before the rollout wakes": ["verl/workers/engine_workers.py"],
 }
 

@@ -51,8 +51,8 @@ from .roles import (
     check_rollout_dtype,
     run_requests_precision,
 )
-from .routers import engine_kwargs_with_routers, keep_routers_in_fp32
 from .scaler import GradScalerConfig, LossScaleError, LossScaler, load_scaler_state
+from .vllm_fp32 import args_with_fp32_modules, keep_routers_in_fp32
 from .wire import set_wire_dtype, wire_kwargs
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "StepAccounting",
     "apply_engine_dtype",
     "apply_role_dtype",
+    "args_with_fp32_modules",
     "cast_parameters",
     "check_master_dtype",
     "check_rewards",
@@ -72,7 +73,6 @@ __all__ = [
     "check_sft",
     "check_workers",
     "dtype_name",
-    "engine_kwargs_with_routers",
     "first_nonfinite_gradient",
     "fp32_wrap_policy",
     "gradient_norm",

@@ -48,19 +48,22 @@ def check_keep_fp32(patterns: Any, strategy: Optional[str]) -> None:
 
 
 class KeptModules(dict[str, torch.nn.Module]):
-    """The outermost modules that compute in fp32, by name.
+    """The outermost modules that compute in fp32 and whose parameters FSDP gathers in fp32, by name.
 
     Attributes:
+        heads: name of the language model's head, which computes in fp32 from weights in the compute dtype.
         declined: what the model's class lists and is not in fp32, with the reason.
     """
 
     def __init__(self, modules: Mapping[str, torch.nn.Module] = MappingProxyType({})):
         super().__init__(modules)
+        self.heads: list[str] = []
         self.declined: dict[str, str] = {}
 
     def names(self) -> dict[str, Any]:
         """Return the entries of the worker's report, with ``*`` for the number of a layer; empty if there are none."""
-        kept, declined = list(dict.fromkeys(map(star, self))), {star(name): why for name, why in self.declined.items()}
+        kept = list(dict.fromkeys(map(star, [*self, *self.heads])))
+        declined = {star(name): why for name, why in self.declined.items()}
         return ({"keep_fp32": kept} if kept else {}) | ({"not_kept_fp32": declined} if declined else {})
 
 
@@ -83,6 +86,9 @@ def keep_in_fp32(
     nothing else changes. A head (``lm_head``, ``score``: a child of the model itself) returns fp32, because nothing of
     the model follows it; so does a router, whose scores choose and weigh the experts. Call this before FSDP wraps the
     model; :func:`fp32_wrap_policy` or :func:`shard_in_fp32` then gathers their parameters in fp32.
+
+    The language model's head casts its weight in each forward pass instead, as vLLM does under ``head_dtype``: both
+    then multiply the same rounded weight, and it may be the embedding's (``tie_word_embeddings``).
 
     Args:
         patterns: Hugging Face names such as ``lm_head``, or fnmatch patterns (``*`` matches dots too). All of a
@@ -125,6 +131,9 @@ def keep_in_fp32(
             kept.declined[name] = why
         else:
             kept[name] = module
+    for name in [name for name, module in kept.items() if module is model.get_output_embeddings()]:
+        _cast_linears(kept.pop(name), device)
+        kept.heads.append(name)
     for name, module in kept.items():
         in_fp32 = "." not in name or _routes(modules, name)
         _compute_in_fp32(module, returns=torch.float32 if in_fp32 else compute, device=device)
@@ -190,7 +199,7 @@ def _obstacle(
         return f"it is a {type(module).__name__}, which is never called; name the modules in it"
     if experts := [name for name, each in modules.items() if _calls_some(name, each) and module in set(each.modules())]:
         return f"it is in one of {experts[0]}, which a rank calls only with tokens for it; name routers instead"
-    if sharers:
+    if sharers and module is not model.get_output_embeddings():
         return f"it shares a weight with {sharers[0]}, which FSDP cannot gather in two dtypes (tie_word_embeddings)"
     if fused_head and module is model.get_output_embeddings():
         return "fused kernels read its weight without calling it; set model.use_fused_kernels=false"
@@ -232,6 +241,19 @@ def _compute_in_fp32(module: torch.nn.Module, returns: torch.dtype, device: str)
             return cast(forward(*cast(args, torch.float32), **cast(kwargs, torch.float32)), returns)
 
     module.forward = in_fp32
+
+
+def _cast_linears(head: torch.nn.Module, device: str) -> None:
+    """Make the head's linear layers, with LoRA several, multiply in fp32 whatever dtype their weights have."""
+    for layer in head.modules():
+        if isinstance(layer, torch.nn.Linear):
+            layer.forward = functools.partial(_linear_in_fp32, layer, device)
+
+
+def _linear_in_fp32(layer: torch.nn.Linear, device: str, x: torch.Tensor) -> torch.Tensor:
+    bias = None if layer.bias is None else layer.bias.float()
+    with torch.autocast(device, enabled=False):
+        return torch.nn.functional.linear(x.float(), layer.weight.float(), bias)
 
 
 def fp32_wrap_policy(

@@ -22,7 +22,7 @@ import torch
 
 from .dtypes import Precision, dtype_name
 from .roles import REQUESTED_ROLLOUTS
-from .routers import fp32_parameters
+from .vllm_fp32 import fp32_parameters
 
 
 def patch_stamp() -> Optional[dict[str, str]]:

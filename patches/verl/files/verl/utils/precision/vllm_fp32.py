@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Keep the routers of a mixture of experts in fp32 in the vLLM worker, where the trainer keeps them in fp32."""
+"""Keep routers and the head in fp32 in vLLM, where the trainer keeps them in fp32."""
 
 import functools
 from collections.abc import Mapping, Sequence
@@ -19,24 +19,43 @@ from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import torch
+from packaging.version import Version
 
 from .keep_fp32 import star
 
 _KEY = "keep_fp32_modules"
+_HEAD = "lm_head"
+_READS_HEAD_DTYPE = "0.28"  # https://github.com/vllm-project/vllm/pull/48390; earlier ones read it for pooling models
 
 
-def engine_kwargs_with_routers(engine_kwargs: Mapping[str, Any], patterns: Optional[Sequence[str]]) -> dict[str, Any]:
-    """Return vLLM's arguments with ``patterns`` in ``additional_config``.
+def args_with_fp32_modules(
+    args: Mapping[str, Any], patterns: Optional[Sequence[str]], vllm_version: str
+) -> dict[str, Any]:
+    """Return vLLM's arguments with ``patterns`` in ``additional_config``, and the head in fp32 if they name it.
 
-    vLLM carries this dictionary to its workers, and its value is part of the key of vLLM's compile cache.
+    vLLM carries this dictionary to its workers, and its value is part of the key of vLLM's compile cache. The head's
+    weights stay in the rollout's dtype. A ``head_dtype`` that the user sets in ``hf_overrides`` wins.
 
     Args:
+        args: the server's arguments, ``rollout.engine_kwargs.vllm`` included.
         patterns: ``rollout.keep_fp32_modules``; ``None`` where the actor has no such key, as under Megatron.
+        vllm_version: version of the installed vLLM.
+
+    Raises:
+        ValueError: ``patterns`` names the head, and this vLLM cannot compute it in fp32.
     """
     if not patterns:
-        return dict(engine_kwargs)
-    config = (engine_kwargs.get("additional_config") or {}) | {_KEY: list(patterns)}
-    return {**engine_kwargs, "additional_config": config}
+        return dict(args)
+    changed = {**args, "additional_config": (args.get("additional_config") or {}) | {_KEY: list(patterns)}}
+    if any(fnmatchcase(_HEAD, pattern) for pattern in patterns):
+        if Version(vllm_version) < Version(_READS_HEAD_DTYPE):
+            raise ValueError(
+                f"rollout.{_KEY}={list(patterns)}: vLLM {vllm_version} cannot compute {_HEAD} in fp32. Install vLLM "
+                f"{_READS_HEAD_DTYPE} or later, remove {_HEAD} from the actor's fsdp_config.{_KEY}, which this key "
+                f"follows, or set rollout.{_KEY}=[] to have {_HEAD} in fp32 in the trainer only"
+            )
+        changed["hf_overrides"] = {"head_dtype": "float32"} | dict(args.get("hf_overrides") or {})
+    return changed
 
 
 def keep_routers_in_fp32(linear: type[torch.nn.Module], vllm_config: Any) -> None:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from fsdp_worker import RANK, STRATEGY, composed, make_worker, merge, name_of, shared_directory
+from fsdp_worker import PATCHED, RANK, STRATEGY, composed, make_worker, merge, name_of, shared_directory
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint_engine.base import CheckpointEngineRegistry, CheckpointEngineWorker, ColocatedCheckpointEngine
@@ -25,6 +25,8 @@ class ProbeCheckpointEngine(ColocatedCheckpointEngine):
 def wire():
     """Return the dtypes in which weights leave the engine: full tensors and, from FSDP2, delta shards and merged LoRA.
 
+    Of unmerged LoRA over a 16-bit base those of the base and of the adapters, which are sent separately: a bucket of
+    nccl, hccl or nixl with two dtypes may crash the receiver (https://github.com/verl-project/verl/pull/7318).
     Also the dtypes that verl's sender and receiver pass to a checkpoint engine if ``rollout.dtype`` is float16.
     """
 
@@ -47,6 +49,11 @@ def wire():
         result["delta"] = dtypes(worker.engine.get_per_tensor_param_shard()[0])
         merged = make_worker(model={"lora_rank": 4, "lora": {"merge": True}})
         result["merged_lora"] = dtypes(merged.engine.get_per_tensor_param()[0])
+        if PATCHED:
+            kept = {"keep_fp32_modules": ["lm_head", "model.layers.0.mlp.down_proj"]}
+            lora = make_worker(model={"lora_rank": 4}, model_dtype="fp16", **kept).engine
+            base, adapters = (lora.get_per_tensor_param(base_sync_done=done)[0] for done in (False, True))
+            result["lora"] = [dtypes(base), dtypes(adapters)]
     return result
 
 

@@ -336,7 +336,7 @@ AGREEMENT = (
            {KV_SCALES: "computes the cache's scales in the first forward pass only *"}))),
     Case("scales of a cache in 16 bits", NEW, "patched", f"{FP16} +{KV_SCALES}=true", effect={}),
     *(Case(f"SGLang's {name}", releases, "unpatched", f"{SGLANG} {{rollout}}.n=8 +{ON_POLICY}.{name}={value}",
-           effect={f"{ON_POLICY}.{name}": "gives every request the seed 42, as verl {release} sends no *the 8 answers*"})
+           effect={f"{ON_POLICY}.{name}": "gives every request the seed 42, as verl {release} sends no * 8 answers*"})
       for releases in (B[-2:], C)
       for name, value in (("rl_on_policy_target", "fsdp"), ("enable_deterministic_inference", "true"))),
     *(Case(f"SGLang's seed, {which}", releases, "unpatched", words, effect={})

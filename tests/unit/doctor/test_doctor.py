@@ -339,12 +339,12 @@ AGREEMENT = (
            effect={f"{ON_POLICY}.{name}": "gives every request the seed 42, as verl {release} sends no * 8 answers*"})
       for releases in (B[-2:], C)
       for name, value in (("rl_on_policy_target", "fsdp"), ("enable_deterministic_inference", "true"))),
-    *(Case(f"SGLang's seed, {which}", releases, "unpatched", words, effect={})
-      for which, releases, words in (
-          ("one answer", C, f"{SGLANG} {{rollout}}.n=1 +{ON_POLICY}.rl_on_policy_target=fsdp"),
-          ("off", C, f"{SGLANG} {{rollout}}.n=8 +{ON_POLICY}.enable_deterministic_inference=false"),
-          ("another server", C, f"{VLLM} {{rollout}}.n=8 +{ON_POLICY}.rl_on_policy_target=fsdp"),
-          ("not passed on", ["0.6.0"], f"{SGLANG} {{rollout}}.mode=async +{ON_POLICY}.rl_on_policy_target=fsdp"))),
+    *(Case(f"SGLang's seed, {which}", releases, "unpatched", f"{words} +{ON_POLICY}.{key}", effect={})
+      for which, releases, words, key in (
+          ("one answer", C, f"{SGLANG} {{rollout}}.n=1", "rl_on_policy_target=fsdp"),
+          ("off", C, f"{SGLANG} {{rollout}}.n=8", "enable_deterministic_inference=false"),
+          ("another server", C, f"{VLLM} {{rollout}}.n=8", "rl_on_policy_target=fsdp"),
+          ("not passed", ["0.6.0"], f"{SGLANG} {{rollout}}.n=8 {{rollout}}.mode=async", "rl_on_policy_target=fsdp"))),
     Case("trained quantization", C, "unpatched", f"{VLLM} {QAT}/nvfp4.json", "rollout.weights=nvfp4", "asked",
          effect={"{engine}.qat.enable": "*rounded to nvfp4 (w4a16), except lm_head, embed_tokens,*"}),
     Case("determinism", LEGACY_ENGINE_KEY, "unpatched", "{engine}.full_determinism=true",

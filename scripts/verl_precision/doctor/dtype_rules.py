@@ -54,7 +54,7 @@ class Rule:
     Args:
         hop: its name in the report, ``{role}`` for each of ``roles``.
         implementation: the code that runs: ``worker`` (``workers/fsdp_workers.py``), ``engine`` (the model engine),
-            ``megatron``, the name of a rollout or of a checkpoint engine, or "" for all.
+            ``megatron`` or a bridge that builds its model, the name of a rollout or of a checkpoint engine, "" for all.
         path: its file below ``verl/``.
         at: line numbers in the releases' wheels, ``0.4.1:298 0.5.0:343``.
         text: the content of that line, or a part of it.
@@ -90,6 +90,7 @@ POLICY, TRAINED = ("actor", "ref"), ("actor", "critic")
 WORKERS, DP_ACTOR, DP_CRITIC = "workers/fsdp_workers.py", "workers/actor/dp_actor.py", "workers/critic/dp_critic.py"
 ENGINE = "workers/engine/fsdp/transformer_impl.py"
 MEGATRON, MEGATRON_ENGINE = "workers/megatron_workers.py", "workers/engine/megatron/transformer_impl.py"
+MEGATRON_UTILS = "utils/megatron_utils.py"
 VLLM_SPMD = "workers/rollout/vllm_rollout/vllm_rollout_spmd.py"
 VLLM_SERVER = "workers/rollout/vllm_rollout/vllm_async_server.py"
 SGLANG = "workers/rollout/sglang_rollout/sglang_rollout.py"
@@ -105,6 +106,7 @@ WORKER_REDUCED = "0.4.1:295 0.5.0:340 0.6.0:444 0.6.1:464 0.7.0:488 0.7.1:566"
 CRITIC_REDUCED = "0.4.1:967 0.5.0:1078 0.6.0:1303 0.6.1:1343 0.7.0:1399 0.7.1:1502"
 ENGINE_REDUCED = "0.6.0:264 0.6.1:282 0.7.0:294 0.7.1:313 0.8.0:349 0.9.0:375 0.9.1:394"
 EXPORTED = "torch_dtype=torch.bfloat16"
+FP32_BUFFER = 'override_ddp_config["grad_reduce_in_fp32"] = not use_low_precision_main_grads'
 
 # fmt: off
 RULES = (
@@ -146,7 +148,7 @@ RULES = (
          (SameAs("{role}.compute"),), COMPUTE, (*POLICY, "critic")),
     Rule("{role}.scaler", "engine", ENGINE, "0.8.0:364 0.9.0:390 0.9.1:409",
          "self.scaler = ShardedGradScaler(growth_interval=400)", (SameAs("{role}.compute"),), SCALER, TRAINED),
-    # Megatron: what its layers compute in. Masters, reduction and wire are megatron-core's and are not in this table.
+    # Megatron: what its layers compute in. Masters and wire are megatron-core's and are not in this table.
     Rule("{role}.compute", "megatron", MEGATRON, "0.4.1:355 0.5.0:404 0.6.0:474", "self.param_dtype = torch.bfloat16",
          (BF16,), roles=POLICY),
     Rule("critic.compute", "megatron", MEGATRON, "0.4.1:726 0.5.0:868 0.6.0:977", "self.param_dtype = torch.bfloat16",
@@ -159,6 +161,21 @@ RULES = (
     Rule("{role}.compute", "megatron", MEGATRON_ENGINE, "0.8.0:172 0.9.0:293 0.9.1:292",
          "PrecisionType.to_dtype(self.engine_config.dtype)", (DTYPE,), KEYS, (*POLICY, "critic"),
          hook="workers/config/actor.py"),  # as critic.py
+    # Its gradient buffers without a request, by what builds the model. mbridge's default is fp32 (core/util.py:193 of
+    # 0.15.1), Megatron-Bridge's is megatron-core's, the model's dtype, until verl 0.9.1 sets fp32 (verl #7485).
+    Rule("{role}.reduce", "megatron", MEGATRON_UTILS,
+         "0.5.0:136 0.6.0:140 0.6.1:141 0.7.0:141 0.7.1:148 0.9.0:105 0.9.1:104", '"grad_reduce_in_fp32": True,',
+         (FP32,), roles=TRAINED),
+    Rule("{role}.reduce", "mbridge", MEGATRON_UTILS, "0.6.1:197 0.7.0:275 0.7.1:284", "ddp_config=override_ddp_config,",
+         (FP32,), roles=TRAINED),
+    Rule("{role}.reduce", "mbridge", MEGATRON_UTILS, "0.8.0:323 0.9.0:455", "ddp_config = ddp_config_dict", (FP32,),
+         roles=TRAINED),
+    Rule("{role}.reduce", "mbridge", MEGATRON_ENGINE, "0.9.1:460", FP32_BUFFER, (FP32,), roles=TRAINED),
+    Rule("{role}.reduce", "Megatron-Bridge", MEGATRON_UTILS, "0.7.0:250 0.7.1:257", "ddp_config_dict = {",
+         (SameAs("{role}.compute"),), roles=TRAINED),
+    Rule("{role}.reduce", "Megatron-Bridge", MEGATRON_UTILS, "0.8.0:295 0.9.0:397", "ddp_config = create_ddp_config(",
+         (SameAs("{role}.compute"),), roles=TRAINED),
+    Rule("{role}.reduce", "Megatron-Bridge", MEGATRON_ENGINE, "0.9.1:460", FP32_BUFFER, (FP32,), roles=TRAINED),
     # The wire: the weights as they leave for the rollout.
     Rule("wire", "worker", "workers/sharding_manager/fsdp_vllm.py", "0.4.1:168 0.5.0:206",
          "params = self.module.state_dict()", (BASE,)),

@@ -6,10 +6,11 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from verl_precision.doctor import dtype_rules
-from verl_precision.doctor.dtype_rules import MEGATRON_ENGINE, UNKNOWN
-from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, TRAINED, DtypeResolver, server_dtype
+from verl_precision.doctor.dtype_rules import UNKNOWN
+from verl_precision.doctor.fp8_rollouts import FP8_UTILS, fitting, fp8_limit
+from verl_precision.doctor.resolver import KV_SPELLINGS, MODEL, ROLES, ROLLOUT, TRAINED, DtypeResolver, server_dtype
 from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
-from verl_precision.facts.models import ATTENTION, lost_softcap
+from verl_precision.facts.models import ATTENTION, float16_report, lost_softcap
 from verl_precision.facts.packages import package_folder
 from verl_precision.facts.vllm_float16 import version as vllm_version
 from verl_precision.paths import CONFIGS
@@ -25,11 +26,13 @@ MASTERS = {
     "bfloat16": "makes the optimizer's weights and state bfloat16: updates below 1/256 of a weight are lost",
 }
 REDUCES = {"float16": ", where scaled ones overflow sooner", "bfloat16": ", with 8 bits of mantissa"}
-# The line of 0.9.1 that sets grad_reduce_in_fp32 for Megatron-Bridge, whose default is false.
-EXPLICIT_REDUCTION = 'override_ddp_config["grad_reduce_in_fp32"] = not use_low_precision_main_grads'
 CORRECT = "correct for it (algorithm.rollout_correction)"
 DETERMINISM = f"{ROLLOUT}.full_determinism"
 ROUTERS = ("model.layers.0.mlp.gate", "model.layers.0.mlp.router", "model.layers.0.block_sparse_moe.gate")
+FIRST_MLP = ("model.layers.0.mlp", "model.language_model.layers.0.mlp")
+KV_SCALES = f"{ROLLOUT}.engine_kwargs.vllm.calculate_kv_scales"
+ON_POLICY = ("rl_on_policy_target", "enable_deterministic_inference")  # of SGLang
+SEED = "sampling_seed"  # of a request to SGLang
 SEQUENCE_WEIGHTS = "algorithm.rollout_correction.rollout_is"
 TRUNCATION = "algorithm.rollout_correction.rollout_is_threshold"
 BYPASS = "algorithm.rollout_correction.bypass_mode"
@@ -192,24 +195,22 @@ def loss_scaling(job: DtypeResolver) -> Iterator[Finding]:
 
 
 def megatron(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield an overflow at which Megatron ends the run, and gradients that it sums in 16 bits."""
+    """Yield an overflow at which Megatron ends the run, and gradient buffers in 16 bits (verl #6526, #7485)."""
     for role in (role for role in job.used(*TRAINED) if job.implementation(role) == "megatron"):
         node, optim = job.engine_node(role), f"{ROLES[role]}.optim"
-        compute, aware = job.effective_dtype(f"{role}.compute"), job.get(f"{optim}.use_precision_aware_optimizer")
-        if compute == "float16" and (job.legacy or not job.tree.precision):
+        if job.effective_dtype(f"{role}.compute") == "float16" and (job.legacy or not job.tree.precision):
             key, effect = f"{node}.dtype", "ends the run at the first overflow with a NotImplementedError"
             patch = f"{dtype_rules.SKIP}: {job.tree.apply_command}"
             yield Finding(key, job.get(key), effect, f"{ROLES[role]}.strategy=fsdp" if job.legacy else patch)
+        dtype, decided, _ = job.resolve(f"{role}.reduce")
+        if dtype not in SIXTEEN_BITS:
+            continue
         key, grads = f"{node}.override_ddp_config.grad_reduce_in_fp32", f"{optim}.main_grads_dtype"
-        effect = f"sums the {role}'s gradients over the ranks in {compute}"
-        if job.get(key) is False:
-            yield Finding(key, False, effect, f"{key}=true")
-        elif not job.get(key) and aware and job.get(grads, "fp32") not in SPELLINGS["float32"]:  # read in any dtype
-            yield Finding(grads, job.get(grads), effect, f"{grads}=fp32")
-        elif not job.get(key) and job.get(f"{node}.use_mbridge") and job.get(f"{node}.vanilla_mbridge") is False:
-            if EXPLICIT_REDUCTION not in (job.tree.root / "verl" / MEGATRON_ENGINE).read_text():
-                unset = f"is not set, and Megatron-Bridge's default {effect}"
-                yield Finding(key, None, unset, f"+{key}=true")
+        effect = f"adds up the {role}'s gradients, and sums them over the ranks, in {dtype}"
+        if decided in (key, grads):
+            yield Finding(decided, job.get(decided), effect, f"{key}=true" if decided == key else f"{grads}=fp32")
+        else:
+            yield Finding(key, None, f"is not set, and Megatron-Bridge's default {effect} ({decided})", f"+{key}=true")
 
 
 def roles_beside_the_actor(job: DtypeResolver) -> Iterator[Finding]:
@@ -231,6 +232,19 @@ def roles_beside_the_actor(job: DtypeResolver) -> Iterator[Finding]:
             if rule.patch or job.tree.precision:
                 fix = remedy(job, "critic", rule.patch, value)
             yield Finding(key, value, f"does not reach the critic, which trains in {critic}", fix)
+
+
+def reported_overflow(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield a model that overflowed in float16 elsewhere and that vLLM runs; FSDP may keep its MLPs in fp32."""
+    key, patterns = f"{MODEL}.path", job.get(f"{job.engine_node('actor')}.keep_fp32_modules", [])
+    kept = job.tree.precision and any(fnmatchcase(name, pattern) for name in FIRST_MLP for pattern in patterns)
+    dtypes = {"trainer": not kept and job.effective_dtype("actor.compute")}
+    dtypes["rollout"] = job.effective_dtype("rollout.logits")
+    sides = " and ".join(side for side, dtype in dtypes.items() if dtype == "float16")
+    model = str(job.get(key))
+    if sides and (report := float16_report(model)):
+        effect = f"{report}. Here {sides} would compute in float16"
+        yield Finding(key, model, effect, f"+precision=bf16, or measure it first: make preflight MODEL={model}")
 
 
 def lost_in_the_model(job: DtypeResolver) -> Iterator[Finding]:
@@ -278,7 +292,8 @@ def rollout_dtypes(job: DtypeResolver) -> Iterator[Finding]:
         effect = f"is not a dtype that a rollout server takes, and {job.tree.name} does not check it"
         yield Finding(key, value, effect, f"{key}=float16")
     rest = f"embeddings, norms and lm_head stay in {computes}, the KV cache in {cache}. "
-    rest += "The small mismatch of a regime does not hold"
+    unchecked = ", and the first weight sync is not checked" if job.tree.precision else ""
+    rest += f"The small mismatch of a regime does not hold{unchecked}"
     if weights == "nvfp4" and job.get(f"{ROLLOUT}.qat.enable"):  # after quantization-aware training
         ignored, mode = (job.get(f"{ROLLOUT}.qat.{key}", []) for key in ("ignore_patterns", "mode"))
         effect = f"trains on weights rounded to {weights} ({mode}), except {', '.join(ignored)}, and samples from them"
@@ -289,7 +304,9 @@ def rollout_dtypes(job: DtypeResolver) -> Iterator[Finding]:
         yield Finding(quantization, weights, effect, f"{ROLLOUT}.quantization=null, or {CORRECT}")
     effect = job.misread_cache
     if cache not in (*SPELLINGS, UNKNOWN):
-        effect = f"rounds keys and values to {cache}; the trainer has no cache to round"
+        scaled = job.server == "vllm" and not job.get(KV_SCALES)
+        scales = ", by scales of 1.0, as verl sends none (verl #4435)" if scaled else ""
+        effect = f"rounds keys and values to {cache}{scales}; the trainer has no cache to round{unchecked}"
     if effect:
         cache_key = f"{kwargs}.kv_cache_dtype"
         yield Finding(cache_key, job.get(cache_key), effect, f"{cache_key}=auto")
@@ -319,6 +336,48 @@ def head_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
     if POOLING_HEADS in source.read_text() and server_dtype(value) != dtype:
         effect = f"is ignored by vLLM {vllm_version(vllm)}, which reads it for pooling models: its head is in {dtype}"
         yield Finding(key, value, effect, "vLLM 0.28 or later, or remove it and lm_head from keep_fp32_modules")
+
+
+def fp8(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield FP8 weights that this verl cannot send to the installed vLLM, and scales of an FP8 cache that get stale."""
+    key, vllm = f"{ROLLOUT}.quantization", package_folder("vllm", job.tree.root)
+    if job.server != "vllm":
+        return
+    if vllm is not None and job.get(key) == "fp8" and (limit := fp8_limit(job.tree.table, vllm_version(vllm))):
+        file = job.tree.root / "verl" / FP8_UTILS
+        if file.exists() and limit.text in file.read_text():
+            name = f"{FP8_UTILS}:{limit.line} of {job.tree.name}"
+            effect = f"does not work with vLLM {vllm_version(vllm)}: {name} {limit.effect}"
+            yield Finding(key, "fp8", effect, f"{fitting(limit.release)}, or {key}=null")
+    if job.get(KV_SCALES) and job.effective_dtype("rollout.kv_cache") in KV_SPELLINGS.values():
+        effect = (
+            "computes the cache's scales in the first forward pass only (v1/worker/gpu_model_runner.py:4300 of vLLM "
+        )
+        effect += "0.24), and verl does not renew them after a weight sync (verl #4435)"
+        yield Finding(KV_SCALES, True, effect, "remove it")
+
+
+def equal_answers(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield SGLang's deterministic modes where verl sends no seed, so that the answers to a prompt are equal.
+
+    verl sends ``rollout.n`` requests. SGLang gives each without a seed 42 (srt/sampling/sampling_batch_info.py:100 of
+    0.5.12.post1), which with the position decides the noise; ``rl_on_policy_target`` implies the mode
+    (srt/server_args.py:4304).
+    """
+    answers, node = job.get(f"{ROLLOUT}.n", 1), f"{ROLLOUT}.engine_kwargs.sglang"
+    server = job.tree.root / "verl" / dtype_rules.SGLANG_SERVER
+    requested = [f"{node}.{name}" for name in ON_POLICY if job.get(f"{node}.{name}")]
+    if job.server != "sglang" or answers < 2 or not requested or not job.served or not server.exists():
+        return
+    sources = [*server.parent.glob("*.py"), *(job.tree.root / "verl/experimental/agent_loop").glob("*.py")]
+    if "**engine_kwargs" not in server.read_text() or any(SEED in source.read_text() for source in sources):
+        return
+    for key in requested:
+        effect = f"gives every request the seed 42, as {job.tree.name} sends no {SEED} (verl #6857): the {answers} "
+        effect += (
+            "answers to a prompt are equal, and an advantage that compares them is zero (Tencent-Hunyuan/UniRL #208)"
+        )
+        yield Finding(key, job.get(key), effect, "remove it")
 
 
 def requested_determinism(job: DtypeResolver) -> dict[str, bool]:
@@ -404,9 +463,12 @@ FINDINGS = (
     rollout_dtypes,
     routers_of_one_side,
     head_of_one_side,
+    fp8,
+    equal_answers,
     determinism,
     bypass_mode,
     sequence_weights,
+    reported_overflow,
     lost_in_the_model,
     unknown_files,
 )

@@ -292,6 +292,8 @@ class DtypeResolver:
             if not self.on_fsdp(role) or impl != "torch.optim":
                 return Hop(UNKNOWN, f"{implementation if impl == 'torch.optim' else impl} decides")
             return Hop(self.effective_dtype(f"{role}.master"), "AdamW's state has its parameters' dtype")
+        if what == "reduce" and implementation == "megatron":
+            return self.gradient_buffer(role)
         if what == "logits":
             key = f"{node}.keep_fp32_modules"
             kept = any(fnmatchcase("lm_head", each) for each in self.get(key, []))
@@ -313,6 +315,25 @@ class DtypeResolver:
             field = "compute"
         hop = self.decide(f"{role}.{rule}", implementation, role, field)
         return hop._replace(requested=self.config.user_values(*keys))
+
+    def gradient_buffer(self, role: str) -> Hop:
+        """Return the dtype of Megatron's gradient buffers, in which it adds up micro-batches and reduces over ranks."""
+        node, optim = self.engine_node(role), f"{ROLES[role]}.optim"
+        key, grads = f"{node}.override_ddp_config.grad_reduce_in_fp32", f"{optim}.main_grads_dtype"
+        muon = self.get(f"{optim}.optimizer") == "muon" and self.get(f"{optim}.use_layer_wise_distributed_optimizer")
+        builder = "megatron"  # verl itself wraps the model, as it does for Muon by layers
+        if self.get(f"{node}.use_mbridge") and not muon:
+            builder = "mbridge" if self.get(f"{node}.vanilla_mbridge", True) else "Megatron-Bridge"
+        hop = self.decide(f"{role}.reduce", builder, role)._replace(requested=self.config.user_values(key, grads))
+        if hop.effective_dtype == UNKNOWN:
+            return hop
+        explicit, compute = self.get(key), self.effective_dtype(f"{role}.compute")
+        if explicit is not None:
+            return hop._replace(effective_dtype="float32" if explicit else compute, reason=key)
+        aware = self.get(f"{optim}.use_precision_aware_optimizer")
+        if aware and self.get(grads, "fp32") not in SPELLINGS["float32"]:
+            return hop._replace(effective_dtype=compute, reason=grads)
+        return hop
 
     def reward_server_key(self) -> str | None:
         """Return the dtype key of a reward model that is a server of the rollout's kind; None where it is a worker."""

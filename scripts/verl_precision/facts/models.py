@@ -6,6 +6,7 @@ from pathlib import Path
 
 from verl_precision.errors import Refused
 
+GEMMA4 = ("gemma4", "gemma4_text")  # transformers' names of E2B, E4B, 26B-A4B and 31B, and of their language models
 ATTENTION = "actor_rollout_ref.model.override_config.attn_implementation"
 
 
@@ -53,4 +54,21 @@ def lost_softcap(model: str, attention: str | None) -> str | None:
     return (
         f"leaves out the cap of the attention logits of {model} (attn_logit_softcapping={cap:g}) without an error, "
         "and the rollout applies it"
+    )
+
+
+def float16_report(model: str) -> str | None:
+    """Return what was reported of a model in float16 that vLLM does not refuse; None without a report.
+
+    Of Gemma 4 the measurements of another trainer differ. Not included: images, for which vLLM's vision tower overflows
+    (vllm-project/vllm #40290).
+    """
+    file = config_file(model)
+    kind = read_config(file).get("model_type") if file else None
+    if kind not in GEMMA4:
+        return None
+    return (
+        f"is a {kind} model. In float16 another trainer's GRPO ended at step 2, by an overflow in "
+        "layers.0.mlp.down_proj (unslothai/unsloth-zoo #600), and gradients overflowed (#866); supervised training fit "
+        "(unslothai/unsloth #4875)"
     )

@@ -28,6 +28,8 @@ from verl_precision.doctor.dtype_rules import COMPUTE, KEEP, KEYS, LORA, SCALER,
 from verl_precision.doctor.findings import MISMATCH_FREQ, SEQUENCE_WEIGHTS, TRUNCATION
 from verl_precision.doctor.tree import identify_tree
 from verl_precision.facts.gpus import Gpu
+from verl_precision.facts.models import GEMMA4, float16_report
+from verl_precision.facts.packages import package_folder
 from verl_precision.patch.apply import apply
 from verl_precision.patch.stack import load_stack
 from verl_precision.patch.wheels import unpacked_wheel
@@ -297,6 +299,8 @@ REGIMES_AND_KEYS = (
 
 VLLM, FP16 = "{rollout}.name=vllm", "+precision=fp16 {rollout}.name=vllm"
 CACHE, QUANTIZATION = "{rollout}.engine_kwargs.{server}.kv_cache_dtype", "{rollout}.quantization"
+KV_CACHE, KV_SCALES = (f"{{rollout}}.engine_kwargs.vllm.{name}" for name in ("kv_cache_dtype", "calculate_kv_scales"))
+SGLANG, ON_POLICY = "{rollout}.name=sglang", "{rollout}.engine_kwargs.sglang"
 DETERMINISM, BYPASS = "{rollout}.full_determinism", "algorithm.rollout_correction.bypass_mode"
 SINCE_BYPASS = [name for name in ALL if name >= "0.6.1"]
 LEGACY_ENGINE_KEY = [name for name in B if RELEASES[name].has("engine_policy")]  # its legacy workers do not read it
@@ -315,7 +319,32 @@ AGREEMENT = (
           ("vllm", "float16", "agree", "*", {}),
           ("sglang", "bfloat16", "asked", "*", {}))),  # which converts
     Case("fp8", NEW, "patched", f"{FP16} {QUANTIZATION}=fp8", "rollout.kv_cache=float16", "asked",
-         effect={QUANTIZATION: "*lm_head stay in float16, the KV cache in float16. The small mismatch*not hold"}),
+         effect={QUANTIZATION: "*lm_head stay in float16, the KV cache in float16. The small mismatch*not hold, and "
+                               "the first weight sync is not checked"}),
+    # The installed vLLM is 0.24 or later.
+    *(Case("fp8 that verl cannot send", [name], "unpatched", f"{VLLM} {QUANTIZATION}=fp8",
+           effect={QUANTIZATION: f"*does not work with vLLM *: *vllm_fp8_utils.py:{line} of verl {{release}} *"},
+           fix={QUANTIZATION: f"vLLM below {below}, or {{rollout}}.quantization=null"})
+      for name, line, below in (("0.7.0", 81, "0.14"), ("0.7.1", 76, "0.20"), ("0.8.0", 80, "0.20"))),
+    Case("fp8 that verl sends", C[1:], "unpatched", f"{VLLM} {QUANTIZATION}=fp8",
+         effect={QUANTIZATION: "samples from quantized weights*not hold"}),
+    *(Case(f"fp8 cache{which}", NEW, "patched", f"{FP16} +{KV_CACHE}=fp8 {words}", "rollout.kv_cache=float8_e4m3fn",
+           effect={KV_CACHE: effect, **more})
+      for which, words, effect, more in (
+          ("", "", "*by scales of 1.0, as verl sends none *not checked", {}),
+          (", computed scales", f"+{KV_SCALES}=true", "rounds keys and values to float8_e4m3fn; *",
+           {KV_SCALES: "computes the cache's scales in the first forward pass only *"}))),
+    Case("scales of a cache in 16 bits", NEW, "patched", f"{FP16} +{KV_SCALES}=true", effect={}),
+    *(Case(f"SGLang's {name}", releases, "unpatched", f"{SGLANG} {{rollout}}.n=8 +{ON_POLICY}.{name}={value}",
+           effect={f"{ON_POLICY}.{name}": "gives every request the seed 42, as verl {release} sends no * 8 answers*"})
+      for releases in (B[-2:], C)
+      for name, value in (("rl_on_policy_target", "fsdp"), ("enable_deterministic_inference", "true"))),
+    *(Case(f"SGLang's seed, {which}", releases, "unpatched", f"{words} +{ON_POLICY}.{key}", effect={})
+      for which, releases, words, key in (
+          ("one answer", C, f"{SGLANG} {{rollout}}.n=1", "rl_on_policy_target=fsdp"),
+          ("off", C, f"{SGLANG} {{rollout}}.n=8", "enable_deterministic_inference=false"),
+          ("another server", C, f"{VLLM} {{rollout}}.n=8", "rl_on_policy_target=fsdp"),
+          ("not passed", ["0.6.0"], f"{SGLANG} {{rollout}}.n=8 {{rollout}}.mode=async", "rl_on_policy_target=fsdp"))),
     Case("trained quantization", C, "unpatched", f"{VLLM} {QAT}/nvfp4.json", "rollout.weights=nvfp4", "asked",
          effect={"{engine}.qat.enable": "*rounded to nvfp4 (w4a16), except lm_head, embed_tokens,*"}),
     Case("determinism", LEGACY_ENGINE_KEY, "unpatched", "{engine}.full_determinism=true",
@@ -365,6 +394,7 @@ AGREEMENT = (
 MEGATRON = "algorithm.adv_estimator=grpo {rollout}.name=vllm"
 FP16_MEGATRON = f"{MEGATRON} {{actor}}.megatron.dtype=float16 {{actor}}.megatron.use_mbridge="
 OPTIM, REDUCED = "{actor}.optim", "{actor}.megatron.override_ddp_config.grad_reduce_in_fp32"
+MUON = f"{OPTIM}.optimizer=muon {OPTIM}.use_layer_wise_distributed_optimizer=true"
 UNIMPLEMENTED = {"{actor}.megatron.dtype": "*NotImplementedError*"}
 MEGATRON_RULES = (
     Case("defaults", ALL, "unpatched", MEGATRON,
@@ -373,16 +403,29 @@ MEGATRON_RULES = (
     Case("fp16", C, "unpatched", f"{FP16_MEGATRON}true {{actor}}.megatron.vanilla_mbridge=true",
          "actor.compute=float16", "differ", effect=UNIMPLEMENTED,
          fix={"{actor}.megatron.dtype": f"*{SKIP}*"}),
-    # 0.9.0 goes by Megatron-Bridge, whose default 0.9.1 overrides.
-    Case("reduction", C[1:2], "patched", f"{MEGATRON} +precision=fp16",
-         effect={REDUCED: "is not set, and Megatron-Bridge's default sums the actor's gradients * in float16"}),
-    Case("reduction", [*C[:1], *C[2:]], "patched", f"{MEGATRON} +precision=fp16", effect={}),
-    Case("reduction in fp16", C, "patched", f"{MEGATRON} +precision=fp16 +{REDUCED}=false",
-         effect={REDUCED: "sums the actor's gradients over the ranks in float16"}, fix={REDUCED: f"{REDUCED}=true"}),
+    # Gradient buffers: mbridge's are fp32; Megatron-Bridge, 0.9.0's default, leaves the model's dtype, 0.9.1 sets fp32.
+    Case("defaults' buffers", [*B, *C[:1], *C[2:]], "unpatched", MEGATRON, "actor.reduce=float32", effect={}),
+    Case("reduction", C[1:2], "unpatched patched", MEGATRON, "actor.reduce=bfloat16 critic.reduce=None",
+         effect={REDUCED: "is not set, and Megatron-Bridge's default adds up the actor's gradients, * in bfloat16 *"}),
+    Case("reduction in fp16 by default", C[1:2], "patched", f"{MEGATRON} +precision=fp16", "actor.reduce=float16",
+         effect={REDUCED: "*in float16 (utils/megatron_utils.py:397)"}, fix={REDUCED: f"+{REDUCED}=true"}),
+    Case("reduction in fp32", C[1:2], "patched", f"{MEGATRON} +precision=fp16 +{REDUCED}=true",
+         "actor.reduce=float32", effect={}),
+    Case("reduction of Muon", C[1:2], "patched", f"{MEGATRON} +precision=bf16 {MUON}", "actor.reduce=float32",
+         effect={}),
+    Case("reduction by mbridge", C[1:], "patched", f"{MEGATRON} {{actor}}.megatron.vanilla_mbridge=true",
+         "actor.reduce=float32", effect={}),
+    Case("reduction by Megatron-Bridge", C[:1], "patched", f"{MEGATRON} {{actor}}.megatron.vanilla_mbridge=false",
+         "actor.reduce=bfloat16", effect={REDUCED: "*(utils/megatron_utils.py:295)"}),
+    Case("reduction", [*C[:1], *C[2:]], "patched", f"{MEGATRON} +precision=fp16", "actor.reduce=float32", effect={}),
+    Case("reduction in fp16", C, "patched", f"{MEGATRON} +precision=fp16 +{REDUCED}=false", "actor.reduce=float16",
+         effect={REDUCED: "adds up the actor's gradients, and sums them over the ranks, in float16"},
+         fix={REDUCED: f"{REDUCED}=true"}),
     Case("gradients of an optimizer that reads them", C[1:], "patched",
          f"{MEGATRON} +precision=bf16 {{actor}}.megatron.vanilla_mbridge=true {OPTIM}.main_grads_dtype=bf16"
-         f" {OPTIM}.use_precision_aware_optimizer=true", "", "agree",
-         effect={f"{OPTIM}.main_grads_dtype": "sums the actor's gradients * in bfloat16"}),
+         f" {OPTIM}.use_precision_aware_optimizer=true", "actor.reduce=bfloat16", "agree",
+         effect={f"{OPTIM}.main_grads_dtype": "adds up the actor's gradients, * in bfloat16"},
+         fix={f"{OPTIM}.main_grads_dtype": f"{OPTIM}.main_grads_dtype=fp32"}),
 )
 # fmt: on
 
@@ -397,14 +440,48 @@ def test_megatron_computes_in_its_own_dtype_key(case: Case, release: str, state:
     case.check(release, state, lambda *words: examine(*words, config_name="ppo_megatron_trainer"))
 
 
+def write_config(folder: Path, **content) -> None:
+    (folder / "config.json").write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("dtype", "effective", "verdict"), [("bfloat16", "bfloat16", "agree"), ("float32", "unknown", "unknown")]
 )
 def test_auto_resolves_to_the_models_dtype(dtype, effective, verdict, examine: Examine, tmp_path: Path):
-    (tmp_path / "config.json").write_text(json.dumps({"torch_dtype": dtype}))
+    write_config(tmp_path, torch_dtype=dtype)
     diagnosis = examine(NEWEST, "patched", f"{ROLLOUT}.dtype=auto", f"actor_rollout_ref.model.path={tmp_path}")
     assert (diagnosis.hops["rollout.weights"].effective_dtype, diagnosis.verdict) == (effective, verdict)
     assert verdict == "agree" or "config.json" in diagnosis.findings[0].effect
+
+
+@pytest.mark.parametrize("model_type", GEMMA4)
+@pytest.mark.parametrize(
+    ("words", "sides"),
+    [
+        ("+precision=fp16", "trainer and rollout"),
+        ("+precision=bf16_train_fp16_infer", "rollout"),
+        (f"+precision=fp16 {ROLLOUT}.dtype=bfloat16", "trainer"),
+        (f"+precision=fp16 {ROLLOUT}.dtype=float32 {ENGINE}.keep_fp32_modules=[model.*.mlp]", ""),
+        (f"+precision=fp16 {ENGINE}.keep_fp32_modules=[model.*.mlp]", "rollout"),
+        (f"+precision=fp16 {ENGINE}.keep_fp32_modules=[lm_head]", "trainer and rollout"),
+        ("+precision=bf16", ""),
+    ],
+)
+def test_model_that_overflowed_elsewhere_is_reported(model_type, words, sides, examine: Examine, tmp_path: Path):
+    write_config(tmp_path, model_type=model_type, text_config={"num_key_value_heads": 1})
+    model = f"actor_rollout_ref.model.path={tmp_path}"
+    found = examine(NEWEST, "patched", f"{ROLLOUT}.name=vllm", model, *words.split())
+    effects = [finding.effect for finding in found.findings if finding.key == "actor_rollout_ref.model.path"]
+    assert found.refused is None and len(effects) == bool(sides)
+    for effect in effects:
+        assert_matches(effect, f"is a {model_type} model. *unsloth-zoo #600*. Here {sides} would compute in float16")
+
+
+def test_models_that_overflowed_elsewhere_are_the_installed_transformers(tmp_path: Path):
+    source = package_folder("transformers") / "models/gemma4/configuration_gemma4.py"
+    assert all(f'model_type = "{name}"' in source.read_text() for name in GEMMA4)
+    write_config(tmp_path, model_type="gemma3_text")
+    assert float16_report(str(tmp_path)) is None is float16_report("owner/name")
 
 
 def test_groups_of_this_repository(examine: Examine, tmp_path: Path):

@@ -18,6 +18,7 @@ from verl_precision import make
 from verl_precision.commands import doctor as command
 from verl_precision.doctor.diagnosis import SOUND, Diagnosis, diagnose
 from verl_precision.doctor.dtype_rules import KNOWN, RULES
+from verl_precision.doctor.fp8_rollouts import FP8_UTILS, LIMITS, Limit, fitting, fp8_limit
 from verl_precision.doctor.interpreter import environment_python, missing
 from verl_precision.doctor.tree import identify_tree, table_release
 from verl_precision.errors import Refused
@@ -54,6 +55,34 @@ def test_rules_fit_the_release(release: str):
     assert {f"verl/{rule.hook}" for rule in rules if rule.hook} <= stack.after.keys()
     decided = [(rule.hop.format(role=role), rule.implementation) for rule in rules for role in rule.roles]
     assert len(decided) == len(set(decided))
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: f"{limit.release}:{limit.line}")
+def test_limits_of_fp8_rollouts_quote_their_release(limit: Limit):
+    with zipfile.ZipFile(wheel(limit.release)) as archive:
+        assert limit.text in archive.read(f"verl/{FP8_UTILS}").decode().splitlines()[limit.line - 1]
+
+
+@pytest.mark.parametrize(
+    ("release", "fits", "fails"),
+    [
+        ("0.7.0", "0.8.5 0.11.0 0.13.0", "0.14.0 0.19.1 0.24.0 0.28.0+cpu"),
+        ("0.7.1", "0.12.0 0.14.0 0.19.1", "0.20.0 0.23.0 0.24.0"),
+        ("0.8.0", "0.12.0 0.19.1", "0.20.2 0.24.0 1.0.0"),
+        ("0.9.1", "0.18.0 0.24.0 0.28.0 1.0.0", "0.8.5 0.17.0"),
+        ("0.6.1", "0.10.0 0.24.0", ""),
+        ("0.9.1", "unknown", ""),
+    ],
+)
+def test_fp8_rollouts_are_limited_by_the_version_of_vllm(release: str, fits: str, fails: str):
+    for version in fits.split():
+        assert fp8_limit(release, version) is None
+    for version in fails.split():
+        assert fp8_limit(release, version).release == release
+    if fails:
+        assert fitting(release) == {"0.7.0": "vLLM below 0.14", "0.9.1": "vLLM 0.18 or later"}.get(
+            release, "vLLM below 0.20"
+        )
 
 
 def test_rules_name_only_releases_of_versions_toml():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from lora_sync import check_adapter
 from precision import report_kwargs, report_rollout, set_wire_dtype, wire_kwargs
+from precision.vllm_fp32 import head_dtype
 from support.methods import function
 from support.trees import patched_tree
 
@@ -103,7 +104,8 @@ def test_vllm_reports_once_the_dtypes_of_the_weights_that_arrive_and_of_its_own(
     names = {"report_rollout": report_rollout, "logger": logging.getLogger(), "is_fp8_model": lambda config: False}
     update = function(file, "vLLMColocateWorkerExtension._update_weights", **names)
     runner = SimpleNamespace(model=torch.nn.Linear(1, 1, dtype=torch.float16), kv_cache_dtype=torch.float8_e5m2)
-    runner.vllm_config = None
+    model_config = SimpleNamespace(dtype=torch.float16, head_dtype=torch.float32)
+    runner.vllm_config = SimpleNamespace(model_config=model_config)
     worker = SimpleNamespace(rank=0, model_runner=runner, _iter_all_models=list)
     reports = []
     for asked in (False, True, False):  # update_weights_from_ipc asks anew before each sync; report_rollout ends it
@@ -114,3 +116,4 @@ def test_vllm_reports_once_the_dtypes_of_the_weights_that_arrive_and_of_its_own(
     assert [len(lines) for lines in reports] == [0, 1, 0] and worker._dtypes_reported
     report = json.loads(reports[1][0].removeprefix("[verl-precision] "))
     assert (report["wire"], report["rollout"], report["kv_cache"]) == ("bfloat16", "float16", "float8_e5m2")
+    assert report["head"] == "float32" and head_dtype(SimpleNamespace(dtype=torch.float16)) == {}

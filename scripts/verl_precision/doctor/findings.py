@@ -12,6 +12,7 @@ from verl_precision.doctor.resolver import KV_SPELLINGS, MODEL, ROLES, ROLLOUT, 
 from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS
 from verl_precision.facts.models import ATTENTION, float16_report, lost_softcap
 from verl_precision.facts.packages import package_folder
+from verl_precision.facts.vllm_float16 import ignores_head_dtype
 from verl_precision.facts.vllm_float16 import version as vllm_version
 from verl_precision.paths import CONFIGS
 from verl_precision.sequence_weights import TRUNCATED, UNTRUNCATED
@@ -39,7 +40,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 MISMATCH_FREQ = "trainer.mismatch_freq"
 HEADS = "verl/utils/experimental/torch_functional.py"  # verl's fused head in torch
 KEPT_GRADIENT = "hidden_states.requires_grad_("  # its line from 0.9.0 on
-POOLING_HEADS = "`head_dtype` currently only supports pooling models"  # vLLM's warning, up to 0.27
+SGLANG_HEAD = "actor_rollout_ref.rollout.engine_kwargs.sglang.enable_fp32_lm_head"
 MEASURES = "verl/utils/mismatch.py"  # of a patched tree: it measures the mismatch in bypass mode
 
 
@@ -239,7 +240,7 @@ def reported_overflow(job: DtypeResolver) -> Iterator[Finding]:
     key, patterns = f"{MODEL}.path", job.get(f"{job.engine_node('actor')}.keep_fp32_modules", [])
     kept = job.tree.precision and any(fnmatchcase(name, pattern) for name in FIRST_MLP for pattern in patterns)
     dtypes = {"trainer": not kept and job.effective_dtype("actor.compute")}
-    dtypes["rollout"] = job.effective_dtype("rollout.logits")
+    dtypes["rollout"] = job.effective_dtype("rollout.compute")
     sides = " and ".join(side for side, dtype in dtypes.items() if dtype == "float16")
     model = str(job.get(key))
     if sides and (report := float16_report(model)):
@@ -284,7 +285,7 @@ def rollout_dtypes(job: DtypeResolver) -> Iterator[Finding]:
     """Yield a dtype that the model decides or no server takes, quantization, and a cache or a wire in other dtypes."""
     key, kwargs = f"{ROLLOUT}.dtype", f"{ROLLOUT}.engine_kwargs.{job.server}"
     value = job.get(key)
-    weights, computes, cache = job.dtypes("rollout.weights", "rollout.logits", "rollout.kv_cache")
+    weights, computes, cache = job.dtypes("rollout.weights", "rollout.compute", "rollout.kv_cache")
     if value == "auto":
         which = f"here {weights}" if weights != UNKNOWN else "not known before it is loaded"
         yield Finding(key, value, f"takes the dtype of the model's config.json, {which}", f"{key}=float16 or bfloat16")
@@ -327,15 +328,23 @@ def routers_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
 
 
 def head_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield a dtype of vLLM's head that the installed vLLM ignores for models that generate."""
-    key = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype"
-    value, vllm = job.get(key), package_folder("vllm", job.tree.root)
-    if not value or job.server != "vllm" or vllm is None or not (source := vllm / "config/model.py").exists():
-        return
-    dtype = job.effective_dtype("rollout.logits")
-    if POOLING_HEADS in source.read_text() and server_dtype(value) != dtype:
+    """Yield a head in fp32 on one side only, and a dtype of vLLM's head that the installed one ignores."""
+    key, vllm = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype", package_folder("vllm", job.tree.root)
+    value, computes, dtype = job.get(key), *job.dtypes("rollout.compute", "rollout.logits")
+    if value and job.server == "vllm" and ignores_head_dtype(job.tree.root) and server_dtype(value) != dtype:
         effect = f"is ignored by vLLM {vllm_version(vllm)}, which reads it for pooling models: its head is in {dtype}"
         yield Finding(key, value, effect, "vLLM 0.28 or later, or remove it and lm_head from keep_fp32_modules")
+        return
+    kept, effect = f"{job.engine_node('actor')}.keep_fp32_modules", "computes the head in fp32 only in the "
+    trainer, compute = job.dtypes("actor.logits", "actor.compute")
+    if trainer == "float32" != compute and dtype in SIXTEEN_BITS:
+        fixes = {"vllm": f"remove {ROLLOUT}.keep_fp32_modules", "sglang": f"+{SGLANG_HEAD}=true"}
+        fix = fixes.get(job.server, f"{kept}=[], or {ROLLOUT}.name=vllm")
+        yield Finding(kept, job.get(kept), f"{effect}trainer", fix)
+    if dtype == "float32" != computes and trainer in SIXTEEN_BITS:
+        key = job.rollout_head_key
+        fix = f"{kept}=[lm_head]" if job.tree.precision and not job.legacy else f"remove {key}"
+        yield Finding(key, job.get(key), f"{effect}rollout", fix)
 
 
 def fp8(job: DtypeResolver) -> Iterator[Finding]:

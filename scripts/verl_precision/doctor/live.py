@@ -43,7 +43,8 @@ def actor_models(actor: Any) -> list[dict]:
     if hasattr(vars(actor).get("engine"), "vllm_config"):  # what vLLM resolved, and builds the model and the cache in
         config = actor.engine.vllm_config
         computes, cache = dtype_text(config.model_config.dtype), dtype_text(config.cache_config.cache_dtype)
-        dtypes = {"weights": config.model_config.quantization or computes, "logits": computes}
+        head = getattr(config.model_config, "head_dtype", config.model_config.dtype)  # absent in earlier versions
+        dtypes = {"weights": config.model_config.quantization or computes, "logits": dtype_text(head)}
         return [code | dtypes | {"role": "rollout", "kv_cache": computes if cache == "auto" else cache}]
     workers = vars(actor).get("worker_dict") or vars(actor).get("fused_worker_dict") or {"": actor}
     return [model | code for key, worker in workers.items() for model in worker_models(key, worker)]

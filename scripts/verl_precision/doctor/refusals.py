@@ -17,7 +17,7 @@ from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, DtypeResolver,
 from verl_precision.doctor.tree import Tree
 from verl_precision.facts.models import config_file, read_text_config
 from verl_precision.facts.packages import package_folder
-from verl_precision.facts.vllm_float16 import Float16Support, float16_support, version, ways_out
+from verl_precision.facts.vllm_float16 import Float16Support, float16_support, ignores_head_dtype, version, ways_out
 
 # The ends of keys that some verl does not have, and the patch that adds them.
 PATCHED_KEYS = {
@@ -85,6 +85,9 @@ def check_engines(job: DtypeResolver) -> None:
             job.engine_config("ref")
     if job.uses("critic"):
         check("critic")
+    vllm = package_folder("vllm", job.tree.root) if job.server == "vllm" else None
+    if vllm and ignores_head_dtype(job.tree.root):
+        module.args_with_fp32_modules({}, job.get(f"{ROLLOUT}.keep_fp32_modules"), version(vllm))
 
 
 def unavailable(job: DtypeResolver) -> Iterator[Finding]:
@@ -201,7 +204,7 @@ def uneven_batches(job: DtypeResolver) -> Iterator[Finding]:
 def float16_servers(job: DtypeResolver) -> Iterator[tuple[str, str, Float16Support]]:
     """Yield the keys of dtype and model of each vLLM that the job starts in float16, and whether it runs that model."""
     keys = []
-    if job.server == "vllm" and job.effective_dtype("rollout.logits") == "float16":
+    if job.server == "vllm" and job.effective_dtype("rollout.compute") == "float16":
         keys.append((job.rollout_dtype_key, f"{MODEL}.path"))
     key = job.reward_server_key() if job.uses("reward_model") else None
     if key and job.get(key.replace(".dtype", ".name")) == "vllm" and server_dtype(job.get(key)) == "float16":

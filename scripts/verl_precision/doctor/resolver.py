@@ -5,7 +5,7 @@ resolves the hops that the patches changed. Without a request upstream's lines d
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -16,7 +16,7 @@ from verl_precision.doctor.config import JobConfig
 from verl_precision.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, rule_for
 from verl_precision.doctor.tree import Tree
 from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS, cache_refusal
-from verl_precision.facts.vllm_float16 import float16_support
+from verl_precision.facts.vllm_float16 import float16_support, ignores_head_dtype
 
 HOPS = (
     *(f"actor.{what}" for what in ("master", "base", "compute", "autocast", "reduce", "optimizer", "logits")),
@@ -63,6 +63,11 @@ def server_dtype(value: Any, model: str | None = None) -> str:
         value = content.get("dtype", content.get("torch_dtype"))
         return value if value in SIXTEEN_BITS else UNKNOWN  # each server rounds a model in float32 differently
     return SERVER_SPELLINGS.get(value, UNKNOWN)
+
+
+def names_head(patterns: Sequence[str] | None) -> bool:
+    """Return whether ``keep_fp32_modules`` names a language model's head."""
+    return any(fnmatchcase("lm_head", pattern) for pattern in patterns or ())
 
 
 class Hop(NamedTuple):
@@ -296,8 +301,7 @@ class DtypeResolver:
             return self.gradient_buffer(role)
         if what == "logits":
             key = f"{node}.keep_fp32_modules"
-            kept = any(fnmatchcase("lm_head", each) for each in self.get(key, []))
-            if self.tree.precision and not self.legacy and kept:
+            if self.tree.precision and not self.legacy and names_head(self.get(key)):
                 return Hop("float32", "the head is kept in fp32", self.config.user_values(key))
             return Hop(self.effective_dtype(f"{role}.autocast"), "the head runs under autocast")
         if what == "base" and not lora:
@@ -378,7 +382,19 @@ class DtypeResolver:
     @property
     def misread_cache(self) -> str | None:
         """What vLLM does with a KV cache whose 16 bits are of another dtype than its keys; None without one."""
-        return cache_refusal(*self.dtypes("rollout.logits", "rollout.kv_cache")) if self.server == "vllm" else None
+        return cache_refusal(*self.dtypes("rollout.compute", "rollout.kv_cache")) if self.server == "vllm" else None
+
+    @property
+    def rollout_head_key(self) -> str | None:
+        """The key that puts the server's head in fp32; None where its head has the model's dtype."""
+        kwargs, patterns = f"{ROLLOUT}.engine_kwargs.{self.server}", f"{ROLLOUT}.keep_fp32_modules"
+        own = {"vllm": f"{kwargs}.hf_overrides.head_dtype", "sglang": f"{kwargs}.enable_fp32_lm_head"}.get(self.server)
+        if self.server == "vllm" and ignores_head_dtype(self.tree.root):
+            return None
+        if own and self.reads_engine_kwargs and (value := self.get(own)) is not None:
+            return own if value is True or server_dtype(value) == "float32" else None
+        followed = self.server == "vllm" and self.tree.precision and names_head(self.get(patterns))
+        return patterns if followed else None
 
     def server_hop(self, what: str) -> Hop:
         name, kwargs = self.server, f"{ROLLOUT}.engine_kwargs.{self.server}"
@@ -395,6 +411,8 @@ class DtypeResolver:
             support = float16_support(model, self.tree.root)
             if support.supported is False:
                 dtype, reason = "bfloat16", support.reason
+        if what == "logits" and (key := self.rollout_head_key):
+            return Hop("float32", "the head is in fp32", self.config.user_values(key))
         if what == "kv_cache":
             key = f"{kwargs}.kv_cache_dtype"
             value = self.get(key, "auto") if self.reads_engine_kwargs else "auto"

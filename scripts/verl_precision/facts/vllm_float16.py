@@ -9,6 +9,7 @@ from verl_precision.facts.models import config_file, read_config
 from verl_precision.facts.packages import package_folder
 
 TABLE = "_FLOAT16_NOT_SUPPORTED_MODELS"  # of vllm/config.py, later vllm/config/model.py: reasons by model type
+POOLING_HEADS = "`head_dtype` currently only supports pooling models"  # its warning, up to 0.27
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 # Of a trainer in float16 beside such a rollout, by rollout_corr/k3_kl of the sanity task (docs/how-to/preflight.md).
 BF16_COST = "then the mismatch is bf16's: k3_kl 7.9e-6, where fp16 on both sides has 2.4e-7"
@@ -49,6 +50,13 @@ def version(package: Path) -> str:
     file = package / "_version.py"
     match = re.search(r"""^__version__ = .*?['"]([^'"]+)['"]""", file.read_text(), re.M) if file.exists() else None
     return match[1] if match else "(no version)"
+
+
+def ignores_head_dtype(site: Path | None = None) -> bool:
+    """Return whether the vLLM of ``site``, or the installed one, ignores ``head_dtype`` for models that generate."""
+    package = package_folder("vllm", site)
+    source = package / "config/model.py" if package else None
+    return source is not None and source.exists() and POOLING_HEADS in source.read_text()
 
 
 def refused_types(package: Path) -> dict[str, str] | None:

@@ -11,11 +11,10 @@ import pytest
 
 from verl_precision.commands import probe, run
 from verl_precision.doctor.diagnosis import SOUND, diagnose
-from verl_precision.doctor.findings import POOLING_HEADS
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
 from verl_precision.facts import vllm_float16
-from verl_precision.facts.vllm_float16 import Float16Support, float16_support
+from verl_precision.facts.vllm_float16 import POOLING_HEADS, Float16Support, float16_support
 from verl_precision.files import write
 from verl_precision.probe.log_probs import check_regimes
 from verl_precision.run.checks import check_rollout
@@ -213,14 +212,44 @@ def test_installed_vllm_says_that_it_ignores_the_head_dtype_before_0_28():
     assert (POOLING_HEADS in (package / "config/model.py").read_text()) == (release < (0, 28))
 
 
+KEEP, HEAD = (
+    "actor_rollout_ref.actor.fsdp_config.keep_fp32_modules",
+    f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype",
+)
+SGLANG = f"{ROLLOUT}.engine_kwargs.sglang.enable_fp32_lm_head"
+ONLY = "computes the head in fp32 only in the {}"
+
+
 @pytest.mark.subprocess
-@pytest.mark.parametrize(("ignores", "dtype"), [(True, "float32"), (True, "float16"), (False, "float32")])
-def test_doctor_finds_a_head_dtype_that_vllm_ignores(ignores, dtype, patched, tmp_path):
-    """vLLM 0.24, of verl 0.9.1's own extras, reads it for pooling models."""
+@pytest.mark.parametrize(
+    ("ignores", "words", "logits", "findings"),
+    [
+        (False, [f"{KEEP}=[lm_head]"], ["float32"] * 2, []),
+        (False, [f"{KEEP}=[lm_head]", f"{ROLLOUT}.keep_fp32_modules=[]"], ["float32", "float16"],
+         [(KEEP, ONLY.format("trainer"), f"remove {ROLLOUT}.keep_fp32_modules")]),
+        (False, [f"+{HEAD}=float32"], ["float16", "float32"], [(HEAD, ONLY.format("rollout"), f"{KEEP}=[lm_head]")]),
+        (False, [f"+{HEAD}=float16"], ["float16"] * 2, []),
+        (True, [f"+{HEAD}=float16"], ["float16"] * 2, []),
+        (True, [f"+{HEAD}=float32"], ["float16"] * 2,
+         [(HEAD, "is ignored by vLLM 0.9.1, which reads it for pooling models: its head is in float16",
+           "vLLM 0.28 or later, or remove it and lm_head from keep_fp32_modules")]),
+        (False, [f"{ROLLOUT}.name=sglang", f"{KEEP}=[lm_head]"], ["float32", "float16"],
+         [(KEEP, ONLY.format("trainer"), f"+{SGLANG}=true")]),
+        (False, [f"{ROLLOUT}.name=sglang", f"{KEEP}=[lm_head]", f"+{SGLANG}=true"], ["float32"] * 2, []),
+    ],
+)  # fmt: skip
+def test_doctor_finds_a_head_in_fp32_on_one_side(ignores, words, logits, findings, patched, tmp_path):
+    """vLLM 0.24, of verl 0.9.1's own extras, reads its key for pooling models."""
     root = site(tmp_path, f'WARNING = "{POOLING_HEADS}, "' if ignores else "")
     (root / "verl").symlink_to(patched.root / "verl")
-    key = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype"
-    found = diagnose(identify_tree(root), ["+precision=fp16", f"{ROLLOUT}.name=vllm", f"+{key}={dtype}"]).findings
-    effects = [finding.effect for finding in found if finding.key == key]
-    expected = "is ignored by vLLM 0.9.1, which reads it for pooling models: its head is in float16"
-    assert effects == [expected] * (ignores and dtype == "float32")
+    found = diagnose(identify_tree(root), ["+precision=fp16", f"{ROLLOUT}.name=vllm", *words])
+    assert [found.hops[f"{side}.logits"].effective_dtype for side in ("actor", "rollout")] == logits
+    assert [(finding.key, finding.effect, finding.fix) for finding in found.findings] == findings
+
+
+@pytest.mark.subprocess
+def test_a_head_in_fp32_is_refused_where_vllm_would_ignore_it(patched, tmp_path):
+    root = site(tmp_path, f'WARNING = "{POOLING_HEADS}, "')
+    (root / "verl").symlink_to(patched.root / "verl")
+    found = diagnose(identify_tree(root), ["+precision=fp16", f"{ROLLOUT}.name=vllm", f"{KEEP}=[lm_head]"])
+    assert found.verdict == "refused" and "vLLM 0.9.1 cannot compute lm_head in fp32" in found.refused

@@ -22,7 +22,7 @@ import torch
 
 from .dtypes import Precision, dtype_name
 from .roles import REQUESTED_ROLLOUTS
-from .vllm_fp32 import fp32_parameters
+from .vllm_fp32 import fp32_parameters, head_dtype
 
 
 def patch_stamp() -> Optional[dict[str, str]]:
@@ -84,7 +84,7 @@ def report_kwargs(rollout_config: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def report_rollout(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Print the dtypes of a vLLM worker, once: of the weights that arrive, of those that it runs, and of its KV cache.
+    """Print the dtypes of a vLLM worker, once: of the weights that arrive, of those that it runs, of its KV cache.
 
     Args:
         worker: verl's extension of vLLM's worker.
@@ -101,4 +101,5 @@ def report_rollout(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> 
         rollout=dtype_name(next(model.parameters()).dtype),
         kv_cache=dtype_name(worker.model_runner.kv_cache_dtype),
         **fp32_parameters(model),
+        **head_dtype(worker.model_runner.vllm_config.model_config),
     )

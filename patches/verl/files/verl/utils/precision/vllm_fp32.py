@@ -21,6 +21,7 @@ from typing import Any, Optional
 import torch
 from packaging.version import Version
 
+from .dtypes import dtype_name
 from .keep_fp32 import star
 
 _KEY = "keep_fp32_modules"
@@ -96,3 +97,9 @@ def fp32_parameters(model: torch.nn.Module) -> dict[str, list[str]]:
     parameters = dict(model.named_parameters())
     names = list(dict.fromkeys(star(name) for name, value in parameters.items() if value.dtype == torch.float32))
     return {"fp32": names} if names and len(names) < len(set(map(star, parameters))) else {}
+
+
+def head_dtype(model_config: Any) -> dict[str, str]:
+    """Return the report's entry on a head that computes in another dtype than the model; empty if there is none."""
+    head = getattr(model_config, "head_dtype", model_config.dtype)  # earlier vLLMs have no such property
+    return {"head": dtype_name(head)} if head != model_config.dtype else {}

@@ -72,7 +72,7 @@ def diagnose(tree: Tree, overrides: Sequence[str], config_name: str = "ppo_train
         return refused(findings[0].sentence, *findings)
     if line := refusals.refusal(job):
         return refused(line, *refusals.unknown_keys(tree, line, overrides, []))
-    for ends in (refusals.unsupported_models, refusals.uneven_batches, refusals.float16_refusals):
+    for ends in refusals.ENDINGS:
         if findings := list(ends(job)):
             return refused(findings[0].sentence, *findings)
     doubts = tuple(refusals.float16_doubts(job))

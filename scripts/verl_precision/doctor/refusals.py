@@ -90,6 +90,9 @@ def check_engines(job: DtypeResolver) -> None:
         module.args_with_fp32_modules({}, job.get(f"{ROLLOUT}.keep_fp32_modules"), version(vllm))
 
 
+BASE_ONLY = "per_tensor_param, _ = self.actor.engine.get_per_tensor_param()"  # sent by any engine but `naive`
+
+
 def unavailable(job: DtypeResolver) -> Iterator[Finding]:
     """Yield the strategies that no engine of this verl has, and the hf rollout where the release lacks it."""
     files = sorted((job.tree.root / "verl/workers/engine").glob("*/*.py"))
@@ -103,6 +106,15 @@ def unavailable(job: DtypeResolver) -> Iterator[Finding]:
     if job.server == "hf" and not job.release.has("hf_rollout"):
         key = f"{ROLLOUT}.name"
         yield Finding(key, "hf", f"is no rollout of {job.tree.name}", f"{key}=vllm, sglang or trtllm")
+
+
+def unsent_adapters(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield unmerged LoRA where a checkpoint engine sends the base alone, by names that vLLM's model does not have."""
+    merge, worker = f"{MODEL}.lora.merge", job.tree.root / "verl/workers/engine_workers.py"
+    separate = job.get("trainer.use_v1") and job.get("trainer.v1.trainer_mode") == "separate_async"
+    if separate and job.trains_adapters("actor") and not job.get(merge) and BASE_ONLY in worker.read_text():
+        effect = f"fails in separate_async: {job.tree.name} sends the base only, under names of an adapted model"
+        yield Finding(merge, False, effect, f"{merge}=true")
 
 
 def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequence[str]) -> Iterator[Finding]:
@@ -265,3 +277,7 @@ def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | 
         f"is a mixtral model, whose experts transformers {release[1]}{release[2]} names mlp.experts: "
         f"vLLM {version(vllm)} cannot load the weights that verl sends"
     )
+
+
+# What ends a job that verl's own checks let start, in the order in which it would meet them.
+ENDINGS = (unsent_adapters, unsupported_models, uneven_batches, float16_refusals)

@@ -244,6 +244,12 @@ WIRE_AND_ROLLOUT = (
           (", requested", " {actor}.dtype=bfloat16", "float32", {}))),
     *(Case(f"rank {rank}", NEW, "unpatched", f"{LORA_RANK}={rank}", refused=f"TypeError: {LORA_RANK}={shown} must be *")
       for rank, shown in (("many", "many"), ("2.5", "2.5"), ("null", "None"))),
+    *(Case(f"adapters of {mode}{words}", ("0.9.0", "0.9.1"), "unpatched",
+           f"trainer.v1.trainer_mode={mode} {LORA_RANK}=4{words}", refused=refused)
+      for mode, words, refused in (
+          ("separate_async", "", "*lora.merge=False fails in separate_async: verl {release} sends the base only*"),
+          ("separate_async", " ++actor_rollout_ref.model.lora.merge=true", ""),
+          ("colocate_async", "", ""))),
     Case("rank of the critic", NEW, "patched", "critic.model.lora_rank=many", refused="TypeError: critic.model.lora_*"),
     Case("merged adapters", C, "unpatched",
          "++actor_rollout_ref.model.lora.rank=4 ++actor_rollout_ref.model.lora.merge=true", "wire=bfloat16"),

@@ -356,7 +356,7 @@ def fp8(job: DtypeResolver) -> Iterator[Finding]:
         file = job.tree.root / "verl" / FP8_UTILS
         if file.exists() and limit.text in file.read_text():
             name = f"{FP8_UTILS}:{limit.line} of {job.tree.name}"
-            effect = f"does not work with vLLM {vllm_version(vllm)}: {name} {limit.effect}"
+            effect = f"is not supported with vLLM {vllm_version(vllm)}: {name} {limit.effect}"
             yield Finding(key, "fp8", effect, f"{fitting(limit.release)}, or {key}=null")
     if job.get(KV_SCALES) and job.effective_dtype("rollout.kv_cache") in KV_SPELLINGS.values():
         effect = (

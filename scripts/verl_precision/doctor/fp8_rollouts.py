@@ -39,8 +39,8 @@ LIMITS = (
           "imports a function that vLLM 0.20 removed (vllm_fp8_utils.py:711 of verl 0.8.0)"),
     Limit("0.8.0", (0, 24), NEWEST, 80, "isinstance(current_module, FusedMoE)", MOE_FUNCTION),
     Limit("0.8.0", (0, 20), (0, 24), 714, 'if vllm_ver >= version.parse("0.20.0"):',
-          "does not do all that it needs: verl's tests failed there (verl #6393), and scales could stay zero after a "
-          "sync (verl #7224)"),
+          "is incomplete: syncs of a mixture of experts failed on B200s (verl #7136), and with DeepGEMM scales "
+          "stayed zero (verl #7224)"),
     *(Limit(release, (0, 0), (0, 18), line, "it is used for vllm v0.18-v0.19", "needs vLLM 0.18 or later (verl #7190)")
       for release, line in (("0.9.0", 300), ("0.9.1", 309))),
 )  # fmt: skip

@@ -329,7 +329,7 @@ AGREEMENT = (
                                "the first weight sync is not checked"}),
     # The installed vLLM is 0.24 or later.
     *(Case("fp8 that verl cannot send", [name], "unpatched", f"{VLLM} {QUANTIZATION}=fp8",
-           effect={QUANTIZATION: f"*does not work with vLLM *: *vllm_fp8_utils.py:{line} of verl {{release}} *"},
+           effect={QUANTIZATION: f"*is not supported with vLLM *: *vllm_fp8_utils.py:{line} of verl {{release}} *"},
            fix={QUANTIZATION: f"vLLM below {below}, or {{rollout}}.quantization=null"})
       for name, line, below in (("0.7.0", 81, "0.14"), ("0.7.1", 76, "0.20"), ("0.8.0", 80, "0.20"))),
     Case("fp8 that verl sends", C[1:], "unpatched", f"{VLLM} {QUANTIZATION}=fp8",

@@ -109,7 +109,7 @@ def unavailable(job: DtypeResolver) -> Iterator[Finding]:
 
 
 def unsent_adapters(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield unmerged LoRA where a checkpoint engine sends the base alone, by names that vLLM's model does not have."""
+    """Yield unmerged LoRA where a checkpoint engine sends only the base, by names that vLLM's model does not have."""
     merge, worker = f"{MODEL}.lora.merge", job.tree.root / "verl/workers/engine_workers.py"
     separate = job.get("trainer.use_v1") and job.get("trainer.v1.trainer_mode") == "separate_async"
     if separate and job.trains_adapters("actor") and not job.get(merge) and BASE_ONLY in worker.read_text():

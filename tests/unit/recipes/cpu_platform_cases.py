@@ -4,6 +4,7 @@
 """
 
 import importlib.metadata
+import inspect
 import json
 import os
 import sys
@@ -96,7 +97,11 @@ def experts() -> float:
     x, w13, w2 = (torch.randn(shape).half() / 8 for shape in ((16, 64), (4, 128, 64), (4, 64, 64)))
     weights, chosen = torch.rand(16, 2), torch.stack([torch.randperm(4)[:2] for _ in range(16)]).int()
     loaded = [cpu_moe.cpu_prepack_moe_weight(torch.zeros_like(each), "vec").copy_(each) for each in (w13, w2)]
-    out = cpu_moe.cpu_fused_moe(x, *loaded, None, None, weights, chosen, "silu", "vec", False).float()
+    words = [x, *loaded, None, None, weights, chosen, "silu", "vec", False]
+    if "out" in inspect.signature(cpu_moe.cpu_fused_moe).parameters:  # vLLM 0.30 and later
+        cpu_moe.cpu_fused_moe(out := torch.empty_like(x), *words)
+    else:
+        out = cpu_moe.cpu_fused_moe(*words)
 
     def expert(row: torch.Tensor, index: int) -> torch.Tensor:
         gate, up = F.linear(row, w13[index].float()).chunk(2)
@@ -106,7 +111,7 @@ def experts() -> float:
     for row, indices in enumerate(chosen.tolist()):
         for weight, index in zip(weights[row], indices, strict=True):
             exact[row] += weight * expert(x[row].float(), index)
-    return ((out - exact).norm() / exact.norm()).item()
+    return ((out.float() - exact).norm() / exact.norm()).item()
 
 
 def repeats() -> dict[str, int]:

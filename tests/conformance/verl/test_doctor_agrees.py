@@ -71,7 +71,7 @@ def disagreements(record: dict, diagnosis: dict) -> list[str]:
         if (scaler is None) != (not resolved) or any(resolved[key] != value for key, value in (scaler or {}).items()):
             wrong.append(f"{role}'s scaler: {scaler}, by the doctor {resolved or None}")
     if "actor.autocast" in record["hops"]:
-        wrong += verdict(record["hops"], hops["rollout.logits"], diagnosis["verdict"])
+        wrong += verdict(record["hops"], hops["rollout.weights"], diagnosis["verdict"])
     return wrong
 
 

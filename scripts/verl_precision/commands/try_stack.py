@@ -41,7 +41,7 @@ def compile_pins(requirements: list[str], overrides: list[str]) -> dict[str, str
 
 
 def resolve(tried: list[str], requirements: list[str], overrides: list[str]) -> dict[str, str]:
-    """Return the pins of the CPU set with ``tried`` instead of its own versions, by name.
+    """Return the pins of the CPU set with ``tried`` instead of its versions of these packages, by name.
 
     Args:
         requirements: lines of cpu.in.

@@ -359,10 +359,8 @@ def fp8(job: DtypeResolver) -> Iterator[Finding]:
             effect = f"is not supported with vLLM {vllm_version(vllm)}: {name} {limit.effect}"
             yield Finding(key, "fp8", effect, f"{fitting(limit.release)}, or {key}=null")
     if job.get(KV_SCALES) and job.effective_dtype("rollout.kv_cache") in KV_SPELLINGS.values():
-        effect = (
-            "computes the cache's scales in the first forward pass only (v1/worker/gpu_model_runner.py:4300 of vLLM "
-        )
-        effect += "0.24), and verl does not renew them after a weight sync (verl #4435)"
+        effect = "computes the cache's scales in the first forward pass only (v1/worker/gpu_model_runner.py:4300 of "
+        effect += "vLLM 0.24), and verl does not renew them after a weight sync (verl #4435)"
         yield Finding(KV_SCALES, True, effect, "remove it")
 
 
@@ -381,11 +379,9 @@ def equal_answers(job: DtypeResolver) -> Iterator[Finding]:
     sources = [*server.parent.glob("*.py"), *(job.tree.root / "verl/experimental/agent_loop").glob("*.py")]
     if "**engine_kwargs" not in server.read_text() or any(SEED in source.read_text() for source in sources):
         return
+    effect = f"gives every request the seed 42, as {job.tree.name} sends no {SEED} (verl #6857): the {answers} answers "
+    effect += "to a prompt are equal, and an advantage that compares them is zero (Tencent-Hunyuan/UniRL #208)"
     for key in requested:
-        effect = f"gives every request the seed 42, as {job.tree.name} sends no {SEED} (verl #6857): the {answers} "
-        effect += (
-            "answers to a prompt are equal, and an advantage that compares them is zero (Tencent-Hunyuan/UniRL #208)"
-        )
         yield Finding(key, job.get(key), effect, "remove it")
 
 

@@ -13,7 +13,15 @@ from typing import Any
 
 from verl_precision.doctor import dtype_rules
 from verl_precision.doctor.findings import BYPASS, MISMATCH_FREQ, Finding, mismatch_freq
-from verl_precision.doctor.resolver import MODEL, ROLES, ROLLOUT, DtypeResolver, UnexpectedPrecision, server_dtype
+from verl_precision.doctor.resolver import (
+    MODEL,
+    ROLES,
+    ROLLOUT,
+    DtypeResolver,
+    UnexpectedPrecision,
+    names_head,
+    server_dtype,
+)
 from verl_precision.doctor.tree import Tree
 from verl_precision.facts.models import config_file, read_text_config
 from verl_precision.facts.packages import package_folder
@@ -30,6 +38,7 @@ CRITICS = ("critic.model.fsdp_config.", "critic.fsdp.")  # of the legacy workers
 UNEVEN = "verl ends with `data size must be divisible by force_group_size * micro_batch_size_per_gpu`"
 DYNAMIC = "log_prob_use_dynamic_bsz"
 KV_HEADS = "num_key_value_heads"
+BASE_ONLY = "per_tensor_param, _ = self.actor.engine.get_per_tensor_param()"  # sent by any engine but `naive`
 OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
 
 
@@ -85,12 +94,9 @@ def check_engines(job: DtypeResolver) -> None:
             job.engine_config("ref")
     if job.uses("critic"):
         check("critic")
-    vllm = package_folder("vllm", job.tree.root) if job.server == "vllm" else None
-    if vllm and ignores_head_dtype(job.tree.root):
-        module.args_with_fp32_modules({}, job.get(f"{ROLLOUT}.keep_fp32_modules"), version(vllm))
-
-
-BASE_ONLY = "per_tensor_param, _ = self.actor.engine.get_per_tensor_param()"  # sent by any engine but `naive`
+    kept = job.get(f"{ROLLOUT}.keep_fp32_modules")
+    if job.server == "vllm" and names_head(kept) and ignores_head_dtype(job.tree.root):
+        module.args_with_fp32_modules({}, kept, version(package_folder("vllm", job.tree.root)))
 
 
 def unavailable(job: DtypeResolver) -> Iterator[Finding]:

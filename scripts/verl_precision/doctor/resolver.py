@@ -389,12 +389,11 @@ class DtypeResolver:
         """The key that puts the server's head in fp32; None where its head has the model's dtype."""
         kwargs, patterns = f"{ROLLOUT}.engine_kwargs.{self.server}", f"{ROLLOUT}.keep_fp32_modules"
         own = {"vllm": f"{kwargs}.hf_overrides.head_dtype", "sglang": f"{kwargs}.enable_fp32_lm_head"}.get(self.server)
-        if self.server == "vllm" and ignores_head_dtype(self.tree.root):
-            return None
         if own and self.reads_engine_kwargs and (value := self.get(own)) is not None:
-            return own if value is True or server_dtype(value) == "float32" else None
-        followed = self.server == "vllm" and self.tree.precision and names_head(self.get(patterns))
-        return patterns if followed else None
+            key = own if value is True or server_dtype(value) == "float32" else None
+        else:
+            key = patterns if self.server == "vllm" and self.tree.precision and names_head(self.get(patterns)) else None
+        return None if key and self.server == "vllm" and ignores_head_dtype(self.tree.root) else key
 
     def server_hop(self, what: str) -> Hop:
         name, kwargs = self.server, f"{ROLLOUT}.engine_kwargs.{self.server}"

@@ -31,7 +31,7 @@ def read_config(file: Path) -> dict:
 
 
 def read_text_config(file: Path) -> dict:
-    """Return what a config.json says of the language model: its ``text_config``, or all where it has none."""
+    """Return the language model's part of a config.json: its ``text_config``, or all where it has none."""
     outer = read_config(file)
     return outer.get("text_config") or outer
 

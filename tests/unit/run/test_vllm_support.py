@@ -212,10 +212,8 @@ def test_installed_vllm_says_that_it_ignores_the_head_dtype_before_0_28():
     assert (POOLING_HEADS in (package / "config/model.py").read_text()) == (release < (0, 28))
 
 
-KEEP, HEAD = (
-    "actor_rollout_ref.actor.fsdp_config.keep_fp32_modules",
-    f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype",
-)
+KEEP = "actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"
+HEAD = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype"
 SGLANG = f"{ROLLOUT}.engine_kwargs.sglang.enable_fp32_lm_head"
 ONLY = "computes the head in fp32 only in the {}"
 
@@ -229,6 +227,7 @@ ONLY = "computes the head in fp32 only in the {}"
          [(KEEP, ONLY.format("trainer"), f"remove {ROLLOUT}.keep_fp32_modules")]),
         (False, [f"+{HEAD}=float32"], ["float16", "float32"], [(HEAD, ONLY.format("rollout"), f"{KEEP}=[lm_head]")]),
         (False, [f"+{HEAD}=float16"], ["float16"] * 2, []),
+        (False, [f"+{HEAD}=model"], ["float16"] * 2, []),
         (True, [f"+{HEAD}=float16"], ["float16"] * 2, []),
         (True, [f"+{HEAD}=float32"], ["float16"] * 2,
          [(HEAD, "is ignored by vLLM 0.9.1, which reads it for pooling models: its head is in float16",

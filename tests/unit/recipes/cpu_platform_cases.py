@@ -114,6 +114,35 @@ def experts() -> float:
     return ((out.float() - exact).norm() / exact.norm()).item()
 
 
+def adapter() -> list[str]:
+    """Return the names in vLLM of the layers of a LoRA adapter that verl sends, by vLLM's own table of names."""
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    from verl.utils.vllm.utils import LoRAModel, LRUCacheWorkerLoRAManager, TensorLoRARequest, VLLMHijack
+
+    VLLMHijack.hijack()
+    mapper = WeightsMapper(
+        orig_to_new_prefix={"model.": "language_model."}, orig_to_new_stacked={".q_proj": (".qkv_proj", "q")}
+    )
+    manager = SimpleNamespace(
+        _adapter_manager=SimpleNamespace(
+            model=SimpleNamespace(hf_to_vllm_mapper=mapper), supported_lora_modules=[], packed_modules_mapping={}
+        ),
+        _lora_model_cls=LoRAModel,
+        lora_config=SimpleNamespace(max_lora_rank=2, lora_dtype=torch.float16),
+        vocab_size=8,
+    )
+    layer = "base_model.model.model.layers.0.self_attn.q_proj"
+    request = TensorLoRARequest(
+        lora_name="actor",
+        lora_int_id=1,
+        lora_path="unused",
+        peft_config={"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]},
+        lora_tensors={f"{layer}.lora_{side}.weight": torch.ones(2, 2) for side in "AB"},
+    )
+    return list(LRUCacheWorkerLoRAManager._load_adapter(manager, request).loras)
+
+
 def repeats() -> dict[str, int]:
     """Return the number of responses to a prompt that the repaired hf rollouts of old releases sample, of 4."""
     from omegaconf import DictConfig

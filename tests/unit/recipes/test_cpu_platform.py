@@ -30,7 +30,7 @@ def outcomes(*names: str, **variables: str) -> dict:
 @pytest.fixture(scope="module")
 def adapted() -> dict:
     """The outcomes in a process that loads the platform by verl's own hook."""
-    return outcomes(*SHARED, "selected", "pinned", "attention", "products", "repeats", **CPU_PLATFORM)
+    return outcomes(*SHARED, "selected", "pinned", "attention", "products", "repeats", "adapter", **CPU_PLATFORM)
 
 
 @pytest.fixture(scope="module")
@@ -73,3 +73,8 @@ def test_missing_attribute_is_named():
 def test_experts_compute_with_the_last_loaded_weights(adapted, plain):
     assert adapted["experts"] < 2e-3, "fp16's rounding"
     assert plain["experts"] > 0.5, "vLLM reads them as packed"
+
+
+def test_names_of_an_adapters_layers_are_renamed_but_not_stacked(adapted):
+    """vLLM 0.29 renamed the method that returns the table without the stacked layers."""
+    assert adapted["adapter"] == ["language_model.layers.0.self_attn.q_proj"]

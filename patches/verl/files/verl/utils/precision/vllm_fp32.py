@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Optional
 
 import torch
-from packaging.version import Version
+from torch.torch_version import TorchVersion
 
 from .dtypes import dtype_name
 from .keep_fp32 import star
@@ -49,7 +49,7 @@ def args_with_fp32_modules(
         return dict(args)
     changed = {**args, "additional_config": (args.get("additional_config") or {}) | {_KEY: list(patterns)}}
     if any(fnmatchcase(_HEAD, pattern) for pattern in patterns):
-        if Version(vllm_version) < Version(_READS_HEAD_DTYPE):
+        if TorchVersion(vllm_version) < _READS_HEAD_DTYPE:  # compares as packaging's Version
             raise ValueError(
                 f"rollout.{_KEY}={list(patterns)}: vLLM {vllm_version} cannot compute {_HEAD} in fp32. Install vLLM "
                 f"{_READS_HEAD_DTYPE} or later, remove {_HEAD} from the actor's fsdp_config.{_KEY}, which this key "

@@ -39,6 +39,7 @@ UNEVEN = "verl ends with `data size must be divisible by force_group_size * micr
 DYNAMIC = "log_prob_use_dynamic_bsz"
 KV_HEADS = "num_key_value_heads"
 BASE_ONLY = "per_tensor_param, _ = self.actor.engine.get_per_tensor_param()"  # sent by any engine but `naive`
+UNSTACKED = "get_unstacked_mapper()"  # verl's call of vLLM 0.25 to 0.28, which 0.29 renamed
 OTHER = "another model: docs/reference/limits.md#upstreams-own-limits"
 
 
@@ -121,6 +122,18 @@ def unsent_adapters(job: DtypeResolver) -> Iterator[Finding]:
     if separate and job.trains_adapters("actor") and not job.get(merge) and BASE_ONLY in worker.read_text():
         effect = f"fails in separate_async: {job.tree.name} sends the base only, under names of an adapted model"
         yield Finding(merge, False, effect, f"{merge}=true")
+
+
+def renamed_mapper(job: DtypeResolver) -> Iterator[Finding]:
+    """Yield unmerged LoRA where verl calls a method that the vLLM of its site-packages has renamed."""
+    merge, loader = f"{MODEL}.lora.merge", job.tree.root / "verl/utils/vllm/utils.py"
+    if job.server != "vllm" or not job.trains_adapters("actor") or job.get(merge) or not loader.exists():
+        return
+    vllm = job.tree.root / "vllm"
+    table = vllm / "model_executor/models/utils.py"
+    if table.exists() and "def get_rename_mapper" in table.read_text() and UNSTACKED in loader.read_text():
+        effect = f"fails with vLLM {version(vllm)}: {job.tree.name} calls a method that vLLM 0.29 renamed"
+        yield Finding(merge, False, effect, f"{merge}=true, vLLM before 0.29, or the patches of the series fixes")
 
 
 def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequence[str]) -> Iterator[Finding]:
@@ -286,4 +299,4 @@ def mixtral_weights(config: Mapping[str, Any], vllm: Path, site: Path) -> str | 
 
 
 # What ends a job that verl's own checks let start, in the order in which it would meet them.
-ENDINGS = (unsent_adapters, unsupported_models, uneven_batches, float16_refusals)
+ENDINGS = (unsent_adapters, renamed_mapper, unsupported_models, uneven_batches, float16_refusals)

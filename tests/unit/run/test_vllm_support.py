@@ -252,3 +252,21 @@ def test_a_head_in_fp32_is_refused_where_vllm_would_ignore_it(patched, tmp_path)
     (root / "verl").symlink_to(patched.root / "verl")
     found = diagnose(identify_tree(root), ["+precision=fp16", f"{ROLLOUT}.name=vllm", f"{KEEP}=[lm_head]"])
     assert found.verdict == "refused" and "vLLM 0.9.1 cannot compute lm_head in fp32" in found.refused
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize(
+    ("state", "method", "words", "refused"),
+    [
+        ("pristine", "get_rename_mapper", [], True),
+        ("pristine", "get_rename_mapper", ["++actor_rollout_ref.model.lora.merge=true"], False),
+        ("pristine", "get_unstacked_mapper", [], False),
+        ("patched", "get_rename_mapper", [], False),  # with both series
+    ],
+)
+def test_unmerged_lora_is_refused_where_vllm_renamed_what_verl_calls(state, method, words, refused, trees, tmp_path):
+    root = site(tmp_path, "")
+    write(root / "vllm/model_executor/models/utils.py", f"def {method}(self): ...\n".encode())
+    (root / "verl").symlink_to(trees[state] / "verl")
+    found = diagnose(identify_tree(root), [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4", *words])
+    assert ("calls a method that vLLM 0.29 renamed" in (found.refused or "")) == refused, found.refused

@@ -2,13 +2,12 @@
 
 import json
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import kill, of_this_run, wait_for
+from processes import of_this_run, wait_for
 from support.waiting import TIMEOUT_S
 
 from verl_precision.files import read_jsonl
@@ -93,15 +92,6 @@ class Run:
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         wait_for(condition, self.process, self.screen)
-
-    def kill_when(self, condition: Callable[[], object]) -> None:
-        """Kill every process of the run as soon as the condition is true."""
-        self.wait_for(condition)
-        self.process.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
-        while left := self.processes:
-            kill(left)
-        self.process.kill()
-        self.process.wait()
 
     def finish(self, code: int = 0) -> str:
         """Wait for its end with this exit code, and return what it printed."""

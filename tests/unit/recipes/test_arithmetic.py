@@ -86,7 +86,7 @@ def test_family_has_the_tasks_vocabulary(family):
     tokenizer = families.build_tokenizer(family)
     config = families.build_model(family, tokenizer, seed=1).config
     assert config.model_type == family and config.vocab_size == len(tokenizer)
-    assert config.tie_word_embeddings == family.startswith("gemma")
+    assert config.tie_word_embeddings == family.startswith(("gemma", "gpt2"))
     if family in ("gemma2", "gemma3_text"):
         assert config.layer_types == ["sliding_attention", "full_attention"]
 

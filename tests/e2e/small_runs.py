@@ -2,12 +2,13 @@
 
 import json
 import os
+import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from processes import of_this_run, wait_for
+from processes import kill, of_this_run, wait_for
 from support.waiting import TIMEOUT_S
 
 from verl_precision.files import read_jsonl
@@ -18,6 +19,12 @@ ACTOR, ROLLOUT, MODEL = (f"actor_rollout_ref.{part}" for part in ("actor", "roll
 SCALER = f"{ACTOR}.fsdp_config.grad_scaler"
 # vLLM tries out smaller batches when it starts.
 SMALL_ENGINE = f"{ROLLOUT}.max_num_batched_tokens=1024 {ROLLOUT}.max_num_seqs=128"
+LORA = [
+    f"{MODEL}.lora_rank=8",
+    f"{MODEL}.target_modules=all-linear",
+    # In two steps the policy moves far from the base model, so a rollout without the adapter would be detected.
+    f"{ACTOR}.optim.lr=1e-2",
+]
 FLOWRL_STEPS = 3
 FLOWRL = [
     "data.train_batch_size=16",
@@ -92,6 +99,15 @@ class Run:
 
     def wait_for(self, condition: Callable[[], object]) -> None:
         wait_for(condition, self.process, self.screen)
+
+    def kill_when(self, condition: Callable[[], object]) -> None:
+        """Kill every process of the run as soon as the condition is true."""
+        self.wait_for(condition)
+        self.process.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
+        while left := self.processes:
+            kill(left)
+        self.process.kill()
+        self.process.wait()
 
     def finish(self, code: int = 0) -> str:
         """Wait for its end with this exit code, and return what it printed."""

@@ -10,14 +10,13 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from checkpoints import assert_same_checkpoint, training_metrics
-from processes import kill, shared_memory
+from processes import shared_memory
 from small_runs import ACTOR, ROLLOUT, SCALER, SMALL_ENGINE, Run, start_run
 from support.waiting import TIMEOUT_S
 
@@ -74,16 +73,6 @@ def diagnose_live(running: list[psutil.Process]) -> dict:
     return json.loads(done.stdout)
 
 
-def kill_when(condition: Callable[[], bool], run: Run) -> None:
-    """Kill every process of a run as soon as the condition is true."""
-    run.wait_for(condition)
-    run.process.send_signal(signal.SIGSTOP)  # or it would tidy up after verl's end
-    while left := run.processes:
-        kill(left)
-    run.process.kill()
-    run.process.wait()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     return tmp_path_factory.mktemp("resume")
@@ -127,7 +116,7 @@ def parts(folder, whole) -> tuple[Run, dict]:
     assert len(running) > 5, "Ray, the trainer and vLLM run in processes of their own"
     assert {process.nice() for process in running} == {psutil.Process().nice()}, "that of the run's parent"
     diagnosis = diagnose_live(running)
-    kill_when(written.exists, run)
+    run.kill_when(written.exists)
     assert run.last_saved == good
     killed_after = run.record["wall_s"]
     written.with_name("optim_world_size_1_rank_0.pt").unlink()

@@ -5,18 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import ACTOR, MODEL, Run, small_batch, start_run
+from small_runs import ACTOR, LORA, MODEL, Run, small_batch, start_run
 
 from verl_precision.paths import REPO
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("exclusive")]
 STEPS = 3
-LORA = [
-    f"{MODEL}.lora_rank=8",
-    f"{MODEL}.target_modules=all-linear",
-    # In two steps the policy moves far from the base model, so a rollout without the adapter would be detected.
-    f"{ACTOR}.optim.lr=1e-2",
-]
 
 
 def train(out: Path, overrides: list[str], *words: str) -> Run:

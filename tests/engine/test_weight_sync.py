@@ -2,6 +2,7 @@
 
 import copy
 import re
+import textwrap
 from types import SimpleNamespace
 
 import hydra
@@ -11,6 +12,7 @@ from omegaconf import OmegaConf
 from precision import run_requests_precision
 from support.selected import every_release
 from support.trees import patched_tree
+from tensordict import TensorDict
 from weight_sync import WeightSyncCheck, WeightSyncError, check_weight_sync
 
 from verl_precision.patch.releases import VERL
@@ -107,6 +109,28 @@ def test_only_the_first_batch_with_a_response_is_compared():
     assert len(check_weight_sync(trainer, make_batch(noise=0))) == 3
     for batch, share in ((wrong, 0), (make_batch(noise=0), 1)):
         assert check_weight_sync(trainer, batch) == {SHARE: share}, "of every batch"
+
+
+@pytest.mark.parametrize("release", ["0.9.0", "0.9.1"])
+def test_answers_of_older_weights_are_left_out(release, tmp_path, pytestconfig):
+    """Or a resumed asynchronous run, which begins with them, would end."""
+    tree = patched_tree(release, tmp_path, pytestconfig.getoption("verl_tree"))
+    text = (tree / "verl/trainer/ppo/v1/trainer_base.py").read_text()
+    statements = textwrap.dedent(re.search(r" +current = .*\n.*check_weight_sync\(self, .*\n", text)[0])
+    rows = TensorDict(make_batch(noise=0), [64])
+    rows["rollout_log_probs"][:32] += 1.0
+    trainer = SimpleNamespace(config=OmegaConf.create(CONFIG), global_steps=3)
+    names = {
+        "self": trainer,
+        "data": SimpleNamespace(batch=rows),
+        "torch": torch,
+        "check_weight_sync": check_weight_sync,
+    }
+    for versions, expected in (([1] * 64, {}), ([1] * 32 + [2] * 32, {SHARE: 1.0, "training/weight_sync_diff": 0.0})):
+        batch, metrics = SimpleNamespace(tags=[{"min_global_steps": version} for version in versions]), {}
+        exec(statements, names | {"batch": batch, "metrics": metrics})
+        metrics.pop("training/weight_sync_spread", None)
+        assert metrics == expected
 
 
 UNREQUESTED = {**BF16, "rollout__dtype": "bfloat16"}

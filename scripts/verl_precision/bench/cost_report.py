@@ -13,7 +13,7 @@ PARTS = {
     "(unscale, clip,\nstep, update); with fused AdamW it uses torch's `GradScaler`, because `ShardedGradScaler`, which "
     "verl uses,\nraises there.",
     "training step": "verl's worker on one rank: FSDP2 with fp32 masters, forward, loss, backward and optimizer step. "
-    "fp32 without TF32.",
+    "fp32 without TF32. `fp32 head`: `keep_fp32_modules=[lm_head]`.",
 }
 
 

@@ -12,6 +12,7 @@ from verl_precision.bench.model_shape import ModelShape
 from verl_precision.facts.dtypes import torch_dtype
 
 ROWS = 8
+FP32_HEAD = ", fp32 head"  # after a regime's name
 LEAST_ROUNDS = 11  # fp32 takes seconds a round on some GPUs
 
 
@@ -20,6 +21,7 @@ def build_workers(config: dict, regimes: list[str], length: int) -> dict[str, Ca
 
     Args:
         config: entries of a Qwen2 model's ``config.json``.
+        regimes: their names, also with ``FP32_HEAD`` behind.
         length: of the rows of a batch, in tokens.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -51,7 +53,8 @@ def build_workers(config: dict, regimes: list[str], length: int) -> dict[str, Ca
                 ),
                 engine_config=FSDPEngineConfig(
                     strategy="fsdp2",
-                    dtype=str(torch_dtype(regime)).removeprefix("torch."),
+                    dtype=str(torch_dtype(regime.removesuffix(FP32_HEAD))).removeprefix("torch."),
+                    keep_fp32_modules=["lm_head"] if regime.endswith(FP32_HEAD) else [],
                     precision_requested=True,  # bf16 by +precision=bf16, too
                     use_dynamic_bsz=False,
                     micro_batch_size_per_gpu=ROWS,

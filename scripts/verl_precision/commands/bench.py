@@ -71,7 +71,7 @@ def main(words: list[str]) -> int:
     from verl_precision.bench.cost_report import markdown
     from verl_precision.bench.measurement import lacks_ampere, machine, machine_slug, set_tf32, too_large
     from verl_precision.bench.optimizer_step import BYTES_PER_PARAMETER, measure_optimizer
-    from verl_precision.bench.training_step import measure_training
+    from verl_precision.bench.training_step import FP32_HEAD, measure_training
     from verl_precision.run.job import CPU_PLATFORM
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -97,6 +97,7 @@ def main(words: list[str]) -> int:
             for fused in (False, True):
                 rows += measure_optimizer(millions, fused, size.seconds, device)
     if "training" in parts:
+        regimes += [regime + FP32_HEAD for regime in regimes if regime != "fp32"]
         config = entries("qwen2", 32000, size.width, 4 * size.width, size.layers, 16, 16)
         # Weights, gradients and Adam's state in fp32, of a worker for each regime.
         if reason := too_large(len(regimes) * 16 * ModelShape.of(config, "").total, device):

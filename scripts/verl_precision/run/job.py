@@ -167,6 +167,7 @@ class Job:
         }
         if not self.cluster:  # Ray's own, 15, makes a run several times slower beside other programs
             common["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
+            common["RAY_raylet_start_wait_time_s"] = "120"  # its 30 do not suffice where two cores are busy
         modules = [os.environ.get(MODULES)]
         if self.device == "cpu":
             common |= CPU_PLATFORM

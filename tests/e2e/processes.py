@@ -69,6 +69,7 @@ def run_to_end(
 ) -> list[str]:
     """Run a command that trains into ``out`` to its end, kill what it leaves, and return the lines of its ``log``."""
     variables = os.environ | {MARK: str(out / "verl.jsonl"), "OMP_NUM_THREADS": "1"}
+    variables["RAY_raylet_start_wait_time_s"] = "600"  # the default, 30, is too short on a busy machine
     variables |= {name: str(value) for name, value in environment.items()}
     with log.open("w") as output:
         main = subprocess.Popen(command, cwd=cwd, env=variables, stdout=output, stderr=output)

@@ -98,7 +98,6 @@ def run_job(
         "TENSORBOARD_DIR": str(metrics),  # the only logger of every release that does not round
         "RAY_DEDUP_LOGS": "0",  # else Ray drops the workers' lines, which differ only in the rank
         "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_raylet_start_wait_time_s": "600",  # on a busy machine its 30 s do not suffice
         "HYDRA_FULL_ERROR": "1",
         **(variables or {}),
     }

@@ -34,8 +34,12 @@ MODES = {
 }
 
 
+def settings_of(mode: str) -> list[str]:
+    return [f"trainer.v1.trainer_mode={mode}", *BOTH, *MODES[mode]]
+
+
 def start(mode: str, out: Path, *overrides: str) -> Run:
-    return start_run(out, 3, [f"trainer.v1.trainer_mode={mode}", *BOTH, *MODES[mode], *overrides], "PRECISION=fp16")
+    return start_run(out, 3, [*settings_of(mode), *overrides], "PRECISION=fp16")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -58,8 +62,8 @@ def test_answers_of_older_weights_mismatch_far_more_than_fp16(mode, tmp_path):
 def test_trainers_of_0_9_0_train_in_fp16(mode, tmp_path):
     tree = unpacked_wheel("0.9.0", tmp_path / "tree")
     apply(tree, fixes=False)
-    settings = [f"trainer.v1.trainer_mode={mode}", *" ".join([*BOTH, *MODES[mode]]).split()]
-    words = overrides("0.9.0", prepare_task(), tmp_path, 2, ["+algo=grpo", "+precision=fp16", *settings])
+    groups = ["+algo=grpo", "+precision=fp16", *" ".join(settings_of(mode)).split()]
+    words = overrides("0.9.0", prepare_task(), tmp_path, 2, groups)
     metrics, lines = run_job("0.9.0", tree, words, tmp_path, mode)
     k3 = metrics["rollout_corr/k3_kl"]
     assert metrics["training/off_policy/trajectory_staleness/max"] == [0, 1]
@@ -70,7 +74,7 @@ def test_trainers_of_0_9_0_train_in_fp16(mode, tmp_path):
 
 @pytest.mark.parametrize(("mode", "merge"), [("colocate_async", "false"), ("separate_async", "true")])
 def test_killed_lora_run_resumes_with_the_saved_weights_and_loss_scale(mode, merge, tmp_path):
-    """It begins with answers that the queue had when it was saved: those are not taken for a wrong weight sync."""
+    """It begins with answers that the queue had when it was saved: the weight sync check leaves them out."""
     scale = f"{SCALER}.init_scale=1024 {SCALER}.growth_interval=1"  # doubles at every update
     settings = [*LORA, f"{MODEL}.lora.merge={merge}", scale, "trainer.save_freq=1"]
     run = start(mode, tmp_path / "run", *settings)

@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 # The experiments whose model and data a recipe generates, and the task of each.
 GENERATED = {"arithmetic": "addition", "sanity_cpu": "addition", "terms": "terms", "recall": "recall"}
 MODULES = "VERL_USE_EXTERNAL_MODULES"  # what verl imports in every process, separated by commas
+LOCAL_RAY = {  # of a Ray that the run starts itself, unless the caller sets them
+    "RAY_worker_niceness": "0",  # Ray's own, 15, makes a run several times slower beside other programs
+    "RAY_raylet_start_wait_time_s": "120",  # Ray's own, 30, is too short where two cores are busy
+}
 CPU_PLATFORM = {  # what makes verl run without a GPU
     MODULES: "recipes.cpu.platform",
     "VERL_PLATFORM": "cpu",
@@ -165,9 +169,8 @@ class Job:
             "RAY_USAGE_STATS_ENABLED": "0",
             "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
         }
-        if not self.cluster:  # Ray's own, 15, makes a run several times slower beside other programs
-            common["RAY_worker_niceness"] = os.environ.get("RAY_worker_niceness", "0")
-            common["RAY_raylet_start_wait_time_s"] = "120"  # its 30 do not suffice where two cores are busy
+        if not self.cluster:
+            common |= {name: os.environ.get(name, value) for name, value in LOCAL_RAY.items()}
         modules = [os.environ.get(MODULES)]
         if self.device == "cpu":
             common |= CPU_PLATFORM

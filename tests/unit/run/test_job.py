@@ -133,13 +133,14 @@ def test_misspelt_override_is_refused_in_one_line(args, tmp_path):
         compose(replace(parsed(), experiment="none"), tmp_path)
 
 
-def test_rays_workers_have_the_niceness_of_the_run(monkeypatch, tmp_path):
-    monkeypatch.setenv("RAY_worker_niceness", "10")
-    assert parsed().environment(tmp_path)["RAY_worker_niceness"] == "10"
-    monkeypatch.delenv("RAY_worker_niceness")
-    assert parsed().environment(tmp_path)["RAY_worker_niceness"] == "0"
+@pytest.mark.parametrize(("name", "default"), [("RAY_worker_niceness", "0"), ("RAY_raylet_start_wait_time_s", "120")])
+def test_variable_of_a_local_ray_is_the_callers_or_the_default(name, default, monkeypatch, tmp_path):
+    monkeypatch.setenv(name, "10")
+    assert parsed().environment(tmp_path)[name] == "10"
+    monkeypatch.delenv(name)
+    assert parsed().environment(tmp_path)[name] == default
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:6379")  # its nodes were started elsewhere
-    assert "RAY_worker_niceness" not in parsed().environment(tmp_path)
+    assert name not in parsed().environment(tmp_path)
 
 
 def test_verl_without_patches_is_refused_with_the_command_that_patches_it(trees, imported, tmp_path):

@@ -12,7 +12,7 @@ from verl_precision.bench.model_shape import ModelShape
 from verl_precision.facts.dtypes import torch_dtype
 
 ROWS = 8
-FP32_HEAD = ", fp32 head"  # after a regime's name
+FP32_HEAD = " with fp32 head"  # after a regime's name
 LEAST_ROUNDS = 11  # fp32 takes seconds a round on some GPUs
 
 
@@ -21,7 +21,7 @@ def build_workers(config: dict, regimes: list[str], length: int) -> dict[str, Ca
 
     Args:
         config: entries of a Qwen2 model's ``config.json``.
-        regimes: their names, also with ``FP32_HEAD`` behind.
+        regimes: their names, some followed by ``FP32_HEAD``.
         length: of the rows of a batch, in tokens.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -26,7 +26,7 @@ def test_all_parts_are_measured_and_reported(tmp_path):
     report = (tmp_path / "cost-cpu.md").read_text()
     assert "- optimizer step, 1000000 M: needs 20000.0 GB of memory, " in report
     measured = dict.fromkeys(("foreach AdamW", "fused AdamW"), ("bf16", "fp16", "fp16 upstream", "fp32"))
-    measured["Qwen2, 1 layers, 128 tokens"] = ("bf16", "fp16", "fp32", "bf16, fp32 head", "fp16, fp32 head")
+    measured["Qwen2, 1 layers, 128 tokens"] = ("bf16", "fp16", "fp32", "bf16 with fp32 head", "fp16 with fp32 head")
     rows = [line.split(" | ") for line in report.splitlines() if re.search(r"\.\d{3} \|$", line)]
     assert [(row[0][2:], row[2]) for row in rows] == [(of, regime) for of in measured for regime in measured[of]]
     assert all(f", {of}, " in done.stdout for of in measured)

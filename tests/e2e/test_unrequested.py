@@ -52,8 +52,9 @@ MEASURED = re.compile("timing|perf/|throughput|mfu|memory")  # metrics that two 
 PREFIX = re.compile(r"\x1b\[[0-9;]*m|\(\w+ pid=[^)]*\)")  # Ray's, of a line of another process
 DUMPED = re.compile(r"^\s*\{?$|^\s*\{?'|\}$")  # the printed configuration, which is compared as a file
 WORDS = re.compile(r"[A-Za-z]{2,}\W+[A-Za-z]{2,}")  # a printed configuration is sometimes cut within a value
-# Progress bars, the console's line of metrics, and what vLLM prints where Ray ends its server first.
-MOVING = re.compile(r"\d+%\||timing|perf/|\[shutdown\]")
+# Progress bars, the console's line of metrics, what vLLM prints where Ray ends its server first, and the throughput
+# that TransferQueue prints in a job that takes minutes.
+MOVING = re.compile(r"\d+%\||timing|perf/|\[shutdown\]|\[Performance\]|Time range: last|Per-operation statistics")
 VARYING = re.compile(r"\S*/\S*|0x[0-9a-f]+|\b[0-9a-f]{8,}\b|[0-9]+([.:-][0-9]+)*")
 
 

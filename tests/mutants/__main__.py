@@ -3,7 +3,7 @@
 tests/mutants/AREA.toml defines them. A mutant is tried in a copy of the checkout, or in a patched release, against the
 tests that it names or those whose imports lead to its file; the test that killed it last goes first. An interrupted run
 resumes; a mutant is tried again when it, its file, its tests or their helpers have changed. A run of all mutants
-writes docs/reference/mutants.md.
+writes docs/results/mutants.md.
 
 Exit code: 0 every mutant was killed or is shown to be equivalent; 1 one survived or could not be tried.
 """
@@ -17,7 +17,7 @@ from verl_precision.cli import handled_errors
 from verl_precision.paths import REPO
 from verl_precision.words import Parser
 
-DOCUMENT = REPO / "docs/reference/mutants.md"
+DOCUMENT = REPO / "docs/results/mutants.md"
 
 
 def main(words: list[str]) -> int:

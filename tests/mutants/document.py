@@ -1,4 +1,4 @@
-"""Summarize the outcomes of all mutants as docs/reference/mutants.md."""
+"""Summarize the outcomes of all mutants as docs/results/mutants.md."""
 
 from collections.abc import Mapping, Sequence
 

@@ -16,18 +16,17 @@ MARKED = re.compile(r"(<!-- gpu -->).*?(<!-- /gpu -->)", re.S)
 PLACES = (
     "README.md",
     "docs/tutorials/first-run-gpu.md",
-    "docs/how-to/faq.md",
-    "docs/how-to/verify-gpu.md",
-    "docs/project/upstreaming.md",
+    "docs/how-to/gpus.md",
+    "patches/upstream/README.md",
     "docs/reference/limits.md",
 )
 INDEX = "docs/results/gpu/README.md"
 HEAD = """\
 # Reports on GPUs
 
-[`make verify-gpu`](../../how-to/verify-gpu.md) writes a report for each GPU into this folder. `make matrix` regenerates
+[`make verify-gpu`](../../how-to/gpus.md#verify-a-gpu) writes a report for each GPU into this folder. `make matrix` regenerates
 this page, and the sentence on GPUs in other documents. What was checked without a GPU:
-[by reading](../../how-to/verify-gpu.md#what-was-checked-by-reading).
+[by reading](../../log/2026-11.md#2026-11-29-what-of-a-gpu-was-checked-by-reading).
 
 """
 

@@ -1,4 +1,4 @@
-"""Write docs/reference/support-{verl,oat}.md from tests/expected, and the state of GPUs from docs/results/gpu."""
+"""Write docs/results/support-{verl,oat}.md from tests/expected, and the state of GPUs from docs/results/gpu."""
 
 import itertools
 import json
@@ -16,7 +16,7 @@ RECORDED = {  # the outcomes of each conformance suite, and of whole jobs
     "verl": ("tests/expected/releases.json", "tests/expected/releases-e2e.json"),
     "oat": ("tests/expected/oat.json", "tests/expected/oat-e2e.json"),
 }
-PAGES = {name: REPO / f"docs/reference/support-{name}.md" for name in RECORDED}
+PAGES = {name: REPO / f"docs/results/support-{name}.md" for name in RECORDED}
 HEADS = {
     "verl": """\
 # Support matrix of verl

@@ -160,7 +160,7 @@ def test_linked_environment_that_is_outdated_is_left_alone(environment, on_path,
 
 @pytest.mark.subprocess
 def test_environment_is_made_of_a_folder_of_wheels_without_an_index(monkeypatch, tmp_path):
-    """Follow docs/how-to/offline.md with a pure package, a compiled one, and one without a wheel."""
+    """Follow docs/how-to/cluster.md with a pure package, a compiled one, and one without a wheel."""
     monkeypatch.setattr(setup_env, "REPO", tmp_path)
     (tmp_path / "requirements").mkdir()
     (tmp_path / "requirements/cpu.torch").write_text("zipp==3.23.0")

@@ -1,4 +1,4 @@
-"""Split the stack into branches of a clone of verl for a human to review and submit (docs/project/upstreaming.md).
+"""Split the stack into branches of a clone of verl for a human to review and submit (patches/upstream/README.md).
 
 Each branch is checked by upstream's pre-commit hooks, upstream's check of the title, and the branch's own tests. Exit
 code: 0 all checks pass, 1 refused, or a conflict or a failed check.

@@ -11,7 +11,7 @@ from verl_precision.facts.packages import package_folder
 TABLE = "_FLOAT16_NOT_SUPPORTED_MODELS"  # of vllm/config.py, later vllm/config/model.py: reasons by model type
 POOLING_HEADS = "`head_dtype` currently only supports pooling models"  # its warning, up to 0.27
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
-# Of a trainer in float16 beside such a rollout, by rollout_corr/k3_kl of the sanity task (docs/how-to/preflight.md).
+# Of a trainer in float16 beside such a rollout, by rollout_corr/k3_kl of the sanity task (docs/how-to/choose-a-regime.md).
 BF16_COST = "then the mismatch is bf16's: k3_kl 7.9e-6, where fp16 on both sides has 2.4e-7"
 FP32_COST = "1.1e-7, but the rollout takes twice the memory"
 

@@ -253,6 +253,6 @@ def test_worked_example_gives_the_stack_of_0_9_1(tmp_path: Path):
     # The report names these files by patch, and the resulting conflicts.
     reported = {line.split()[1].rstrip(":") for line in lines if line.startswith("    conflict ")}
     assert reported == {path for paths in DECIDED.values() for path in paths}
-    document = (REPO / "docs/how-to/port.md").read_text()
+    document = (REPO / "docs/how-to/fork.md").read_text()
     shown = document.partition("$ make port FROM=0.9.0 TO=0.9.1\n")[2].partition("\n```")[0].splitlines()
     assert [line for line in shown if line.strip() != "…" and line not in lines] == []

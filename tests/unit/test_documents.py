@@ -18,6 +18,7 @@ import pytest
 
 from verl_precision import make
 from verl_precision.doctor.config import leaves, load_config
+from verl_precision.patch.stack import load_stacks
 from verl_precision.paths import PACKAGE, REPO
 
 FILES = [
@@ -91,13 +92,17 @@ def makes(page: str, text: str) -> Iterator[str]:
         yield from (f"make {' '.join(targets)}: {name} is not its variable" for name in sorted(wrong))
 
 
+QUOTED = re.compile(r"(?<!\S)#.*|'[^']*'|\"[^\"]*\"")  # which the shell does not expand, and comments
+
+
 def programs(page: str, text: str) -> Iterator[str]:
-    """Check the quotation marks, and the modules of recipes and of verl, in the ```bash blocks."""
+    """Check the quotation marks, the brackets, and the modules of recipes and of verl, in the ```bash blocks."""
     for code in blocks(text, "bash"):
         try:
             shlex.split(code, comments=True)
         except ValueError as error:
             yield f"{error}: {code.strip()}"
+        yield from (f"{word}: zsh needs quotes" for word in re.findall(r"\S*\[\S*", QUOTED.sub("", code)))
         for module in re.findall(r"-m ((?:verl|recipes)\.[\w.]+)", code):
             file = (VERL if module.startswith("verl.") else REPO) / module.replace(".", "/")
             if not (file.with_suffix(".py").exists() or (file / "__main__.py").exists()):
@@ -164,6 +169,16 @@ BUDGETS = {
 }  # fmt: skip
 
 
+STACKS = {stack.id for stack in load_stacks()}
+
+
+def stacks(page: str, text: str) -> Iterator[str]:
+    """Check that the stacks in samples of output are those of the patches; results keep the stack that they are of."""
+    if not page.startswith("docs/results/"):
+        shown = re.findall(r"(?:stack |^- `)([0-9a-f]{8,})", text, re.M)
+        yield from (f"{each}: is no stack" for each in shown if each not in STACKS)
+
+
 def lengths(page: str, text: str) -> Iterator[str]:
     words, most = len(re.findall(r"\S*\w\S*", text)), BUDGETS.get(page.removesuffix(".md"), 0)
     if words > most and not UNLIMITED.fullmatch(page):
@@ -201,7 +216,7 @@ def numbers(page: str, text: str) -> Iterator[str]:
 
 def faults(text: str, page: str = "README.md") -> list[str]:
     """Return all faults of a text that replaces a page."""
-    checks = [links] if HISTORY.fullmatch(page) else [links, makes, programs, paths, keys, lengths, numbers]
+    checks = [links] if HISTORY.fullmatch(page) else [links, makes, programs, paths, keys, stacks, lengths, numbers]
     return [fault for check in checks for fault in check(page, text)]
 
 
@@ -231,6 +246,8 @@ WRONG = {
     f"{MARKED}\n| 77.125 |\n": "77.125 is not in docs/results/sanity/README.md",
     f"{MARKED}\n77.5 %": "77.5 is not in docs/results/sanity/README.md",
     MARKED.replace(":", ""): "a marker is not <!-- numbers: FILE … --> in a line",
+    "```bash\nmain 'a=[1]' b=[1] # [c]\n```": "b=[1]: zsh needs quotes",
+    "stack 0123456789ab": "0123456789ab: is no stack",
     "```bash\necho 'a\n```": "No closing quotation: echo 'a",
     "```bash\ncd /a && X=1 python3 -m verl.trainer.no a=1\n```": "python -m verl.trainer.no: no such module",
     "```bash\nSTEPS=2 scripts/launch/no.sh\n```": "scripts/launch/no.sh: no such file",

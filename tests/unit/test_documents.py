@@ -259,6 +259,46 @@ def test_wrong_page_has_one_fault(text):
     assert faults(text) == [WRONG[text]]
 
 
+MAP = "docs/README.md"
+ELSEWHERE = ("docs/results/", "docs/log/")  # the folders of docs/ whose pages are not counted
+MOST_PAGES = 20
+
+
+def linked(page: str, text: str) -> set[str]:
+    """Return the paths in the repository to which a page links."""
+    names = re.findall(r"\]\(<?(?![a-z]+:)([^)\s>#]+)", SPAN.sub("code", prose(text)))
+    return {os.path.normpath(Path(page).parent / name) for name in names}
+
+
+def unmapped(text: str) -> set[str]:
+    """Return the pages of docs/ that are linked neither by a text of the map nor by a README.md beside them that is."""
+    mapped = linked(MAP, text)
+    for index in [page for page in mapped if page.endswith("/README.md")]:
+        folder = Path(index).parent
+        mapped |= {page for page in linked(index, (REPO / index).read_text()) if Path(page).parent == folder}
+    return {page for page in PAGES if page.startswith("docs/")} - mapped - {MAP}
+
+
+def test_map_links_to_every_page():
+    assert unmapped((REPO / MAP).read_text()) == set()
+
+
+@pytest.mark.parametrize("page", ["how-to/lora.md", "results/stack.md", "results/gpu/README.md"])
+def test_page_without_a_link_is_not_mapped(page):
+    text = (REPO / MAP).read_text().replace(f"({page})", "")
+    assert f"docs/{page}" in unmapped(text)
+
+
+def test_log_is_mapped_through_its_own_page():
+    months = {page for page in PAGES if page.startswith("docs/log/")}
+    assert months <= unmapped((REPO / MAP).read_text().replace("(log/README.md)", ""))
+
+
+def test_documents_are_few():
+    pages = [page for page in PAGES if page.startswith("docs/") and not page.startswith(ELSEWHERE)]
+    assert len(pages) <= MOST_PAGES, pages
+
+
 @pytest.mark.parametrize(
     ("line", "more"),
     [

@@ -16,7 +16,7 @@ OTHERS = ("#CC79A7", "#E69F00", "#56B4E9", "#8C6D31", "#7B4FA3", "#1B7F79")
 STYLE = {
     "svg.hashsalt": "report",
     "svg.fonttype": "none",  # text stays text: half the size
-    "font.size": 9,
+    "font.size": 11,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -48,7 +48,7 @@ def write_figures(report: Report, out: Path) -> None:
     (out / "figures").mkdir()
     with matplotlib.rc_context(STYLE):
         for series in drawn_series(report):
-            figure = Figure(figsize=(5.6, 3.1), layout="constrained")
+            figure = Figure(figsize=(5.6, 3.5), layout="constrained")
             draw(report, series, figure.add_subplot())
             figure.savefig(out / "figures" / f"{series.name}.svg", metadata={"Date": None})
             figure.savefig(out / "figures" / f"{series.name}.png", dpi=120)
@@ -106,9 +106,9 @@ def draw(report: Report, series: Series, axis) -> None:
             axis.plot(skips, [line[step] for step in skips], "x", color="#B00020", markersize=5)
     widen_if_flat(axis)
     axis.set_xlabel("step")
-    axis.set_ylabel(series.title, fontsize=8)
+    axis.set_ylabel(series.title, fontsize=10)
     axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=8, borderaxespad=0.2, handlelength=1.4)
+    axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=10, borderaxespad=0.2, handlelength=1.4)
 
 
 def widen_if_flat(axis) -> None:

@@ -49,7 +49,7 @@ def examine(options: ModelOptions) -> dict:
 
     rollout = float16_support(options.model)
     if rollout.supported is False:
-        print(f"{rollout.reason}; {ways_out()}", flush=True)
+        print(f"{rollout.reason}; give {ways_out()}", flush=True)
     model, tokenizer, prompts, length = load_with_prompts(options, LENGTH)
     rollout = float16_support(options.model)  # from here on a model of the Hub is on this machine, too
     model.to(options.device)
@@ -70,7 +70,8 @@ def examine(options: ModelOptions) -> dict:
     tokens = sum(ids.shape[1] for ids, _ in answers)
     found["measured"] = f"{options.rows} answers, {tokens} tokens, one mini-batch, in fp32 on {options.device}"
     options.out.mkdir(parents=True, exist_ok=True)
-    blocks = ["```", shlex.join(assessment.overrides(rollout)), "```"], markdown_table(rows[0], rows[1:])
+    overrides = assessment.overrides(rollout)
+    blocks = ["```", shlex.join(overrides), "```"], markdown_table(rows[0], rows[1:])
     publish(options.out / "report.md", f"fp16 preflight of {options.name}", found, *blocks)
     return {
         "findings": found,
@@ -78,7 +79,7 @@ def examine(options: ModelOptions) -> dict:
         "keep": assessment.keep,
         "activation": assessment.largest_activation,
         "rollout": rollout,
-        "overrides": assessment.overrides(),
+        "overrides": overrides,
     }
 
 

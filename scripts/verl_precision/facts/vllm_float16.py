@@ -11,9 +11,9 @@ from verl_precision.facts.packages import package_folder
 TABLE = "_FLOAT16_NOT_SUPPORTED_MODELS"  # of vllm/config.py, later vllm/config/model.py: reasons by model type
 POOLING_HEADS = "`head_dtype` currently only supports pooling models"  # its warning, up to 0.27
 ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
-# Of a trainer in float16 beside such a rollout, by rollout_corr/k3_kl of the sanity task (docs/how-to/choose-a-regime.md).
-BF16_COST = "then the mismatch is bf16's: k3_kl 7.9e-6, where fp16 on both sides has 2.4e-7"
-FP32_COST = "1.1e-7, but the rollout takes twice the memory"
+# Beside a trainer in float16, by rollout_corr/k3_kl of the sanity task: 1.1e-7, and 2.4e-7 with fp16 on both sides. A
+# rollout in bfloat16 is not offered: 7.9e-6, as with bf16 on both sides (docs/results/recommend.md).
+FP32_COST = "with a trainer in fp16 a mismatch as small as with fp16 on both sides, and twice the rollout's memory"
 
 
 class Float16Support(NamedTuple):
@@ -74,12 +74,13 @@ def refused_types(package: Path) -> dict[str, str] | None:
 
 
 def ways_out(override: str = "", regime: str = "+precision=", key: str = ROLLOUT_DTYPE) -> str:
-    """Return the settings to choose from where vLLM refuses float16, with their costs.
+    """Return the settings to choose from where vLLM refuses float16, the policy's with their costs.
 
     Args:
         override: prefix of an override of verl in the suggested command, ``ARGS=`` for make.
         regime: prefix of the name of a regime, which is suggested only for the rollout.
-        key: the dtype key of the server.
+        key: the dtype key of the server; a reward model's has no mismatch.
     """
-    ways = f"give {override}{key}=bfloat16 ({BF16_COST}) or {override}{key}=float32 ({FP32_COST})"
-    return ways + (f", or {regime}bf16" if key.startswith("actor_rollout_ref.rollout") else "")
+    if key.startswith("actor_rollout_ref.rollout"):
+        return f"{override}{key}=float32 ({FP32_COST}), or {regime}bf16"
+    return f"{override}{key}=bfloat16, or {override}{key}=float32"

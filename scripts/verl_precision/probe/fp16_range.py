@@ -14,7 +14,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 
-from verl_precision.facts.vllm_float16 import Float16Support
+from verl_precision.facts.vllm_float16 import ROLLOUT_DTYPE, Float16Support
 from verl_precision.format import significant
 
 LARGEST = torch.finfo(torch.float16).max  # 65504
@@ -186,7 +186,10 @@ class Fp16Assessment:
         return f"does not fit: {what} reaches {most:.3g} at {self.misfit}{why}; use bf16"
 
     def overrides(self, rollout: Float16Support | None = None) -> list[str]:
-        """Return Hydra overrides of verl, with a rollout in bfloat16 where ``rollout`` is refused in float16."""
+        """Return Hydra overrides of verl, with a rollout in float32 where one in float16 overflows or is refused.
+
+        One in bfloat16 would mismatch like bf16 on both sides.
+        """
         if self.misfit is not None:
             return ["+precision=bf16"]
         actor = "actor_rollout_ref.actor.fsdp_config"
@@ -194,8 +197,8 @@ class Fp16Assessment:
         words += [f"{actor}.grad_scaler.init_scale={self.scale:.17g}"]
         words += [f"{actor}.grad_scaler.min_scale={self.scale:.17g}"] if self.scale < 1 else []  # default 1
         refused = rollout is not None and rollout.supported is False
-        # A rollout server has no list of modules in fp32: it would overflow where the trainer would have.
-        return words + (["actor_rollout_ref.rollout.dtype=bfloat16"] if self.keep or refused else [])
+        # vLLM keeps only routers and the head in fp32: it would overflow in other modules.
+        return words + ([f"{ROLLOUT_DTYPE}=float32"] if self.keep or refused else [])
 
 
 def ancestors(name: str) -> list[str]:
@@ -262,7 +265,7 @@ def findings(assessment: Fp16Assessment, rollout: Float16Support, listed: Mappin
     if kept := listed.get("keep_fp32"):
         found["in fp32 by the model's class"] = (
             f"{', '.join(kept)}: the trainer follows the class (verl 0.8.0 on); vLLM has its own choice "
-            "for each model, and follows keep_fp32_modules only for routers"
+            "for each model, and follows keep_fp32_modules only for routers and the head"
         )
     if declined := listed.get("not_kept_fp32"):
         found["listed by the class, not in fp32"] = "; ".join(f"{name}: {why}" for name, why in declined.items())

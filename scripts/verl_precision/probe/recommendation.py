@@ -10,14 +10,13 @@ from dataclasses import astuple
 from typing import NamedTuple
 
 from verl_precision.facts.regime import named_dtypes
+from verl_precision.facts.vllm_float16 import ROLLOUT_DTYPE
 from verl_precision.format import significant
 from verl_precision.probe.fp16_range import HEADROOM, LARGEST
 from verl_precision.probe.mismatch import EXTRAPOLATION, LEAST_PROMPTS, answer_k3
 from verl_precision.sequence_weights import UNTRUNCATED, prediction
 from verl_precision.spelling import spelled
 from verl_precision.words import options
-
-ROLLOUT_DTYPE = "actor_rollout_ref.rollout.dtype"
 
 
 class Recommendation(NamedTuple):
@@ -100,7 +99,7 @@ def repeat(words: dict[str, str], **more: object) -> str:
 def exclusions(preflight: dict, rows: list[dict]) -> dict[str, str]:
     """Return the regimes that do not run, and why not."""
     excluded = {row["regime"]: f"overflows: {row['overflow']}" for row in rows if "overflow" in row}
-    # vLLM keeps only routers in fp32, which have no names of their own: they are linear layers with a row per expert.
+    # vLLM keeps only routers and, from 0.28 on, the head in fp32.
     no_fp16 = {
         "needs modules in fp32, which a rollout in float16 does not have": preflight["keep"],
         "does not fit": preflight["misfit"],
@@ -115,10 +114,8 @@ def exclusions(preflight: dict, rows: list[dict]) -> dict[str, str]:
 
 def overrides_with_fp32_rollout(preflight: dict) -> list[str]:
     """Return the overrides that train in fp16 where a rollout in float16 does not run; none where it does."""
-    if preflight["misfit"] or not preflight["keep"] and preflight["rollout"].supported is not False:
-        return []
-    words = [word for word in preflight["overrides"] if not word.startswith(f"{ROLLOUT_DTYPE}=")]
-    return ["+precision=fp16", *words, f"{ROLLOUT_DTYPE}=float32"]
+    words = preflight["overrides"]
+    return ["+precision=fp16", *words] if f"{ROLLOUT_DTYPE}=float32" in words else []
 
 
 def sequence_weights(row: dict, length: int, positions: int, words: dict[str, str]) -> tuple[str, list[str]]:

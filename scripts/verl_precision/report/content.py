@@ -26,7 +26,7 @@ from verl_precision.report.statistics import (
 )
 from verl_precision.sequence_weights import UNTRUNCATED
 
-TWO_FRAMEWORKS = "Steps, gradient norms and entropies of OAT and of verl differ in meaning: docs/how-to/choose-a-regime.md."
+TWO_FRAMEWORKS = "Steps, gradient norms and entropies of OAT and of verl differ in meaning: docs/reference/commands.md."
 
 
 @dataclass(frozen=True)

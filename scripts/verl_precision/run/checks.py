@@ -37,6 +37,7 @@ def check_start(job: "Job", config: "DictConfig", out: Path) -> dict:
     check_attention(config)
     check_rollout(job, config)
     check_data(job, config)
+    check_reward(config)
     check_room(out)
     if not job.cluster:
         check_machine(config, job.device)
@@ -64,6 +65,16 @@ def check_data(job: "Job", config: "DictConfig") -> None:
         for path, (_, first) in zip(paths, samples, strict=True):
             prompts.append((f"{name}={path}", [row[columns[0]] for row in first]))
     check_prompts(config, prompts)
+
+
+def check_reward(config: "DictConfig") -> None:
+    """Refuse a reward function whose file is missing, which verl reads only after the workers have started."""
+    from omegaconf import OmegaConf
+
+    for key in ("reward.custom_reward_function.path", "custom_reward_function.path"):  # the second is its older name
+        path = OmegaConf.select(config, key) or ""
+        if path and not path.startswith("pkg://") and not (WORK / Path(path.removeprefix("file://"))).is_file():
+            raise Refused(f"ARGS={key}={path}: no such file")
 
 
 def check_attention(config: "DictConfig") -> None:
@@ -96,7 +107,7 @@ def check_rollout(job: "Job", config: "DictConfig") -> None:
     model = str(config.actor_rollout_ref.model.path)
     if dtype == "float16" and (support := float16_support(model)).supported is False:
         name = "MODEL" if job.model else "actor_rollout_ref.model.path"
-        raise Refused(f"{name}={model}: {support.reason}; {ways_out('ARGS=', 'PRECISION=')}")
+        raise Refused(f"{name}={model}: {support.reason}; give {ways_out('ARGS=', 'PRECISION=')}")
 
 
 def read_sample(name: str, file: Path, columns: list[str]) -> tuple[int, list[dict]]:

@@ -100,7 +100,7 @@ def test_keeping_the_named_module_in_fp32_avoids_the_overflow(model, change, kee
     words = assessment.overrides()
     parsed = {each.get_key_element(): each.value() for each in OverridesParser.create().parse_overrides(words)}
     assert parsed["actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"] == list(keep)
-    assert parsed["actor_rollout_ref.rollout.dtype"] == "bfloat16", "the rollout would overflow where the trainer did"
+    assert parsed["actor_rollout_ref.rollout.dtype"] == "float32", "in float16 it would overflow where the trainer did"
 
 
 def between(model: torch.nn.Module) -> None:
@@ -259,12 +259,12 @@ def refusal(folder: Path, tmp_path: Path, *words: str) -> str:
     return str(refused.value)
 
 
-def test_rollout_is_in_bf16_if_vllm_refuses_float16(model):
+def test_rollout_is_in_fp32_if_vllm_refuses_float16(model):
     assessment = assessed(model)
     refused = Float16Support(False, "vLLM refuses gemma2 models in float16")
     found = findings(assessment, refused, {})
     assert list(found)[:2] == ["verdict", "rollout"] and found["rollout"] == refused.reason
-    assert assessment.overrides(refused) == [*assessment.overrides(), "actor_rollout_ref.rollout.dtype=bfloat16"]
+    assert assessment.overrides(refused) == [*assessment.overrides(), "actor_rollout_ref.rollout.dtype=float32"]
     unknown = "not known whether vLLM runs it in float16: no vLLM is installed here"
     for rollout, text in ((RUNS, None), (Float16Support(None, "no vLLM is installed here"), unknown)):
         assert findings(assessment, rollout, {}).get("rollout") == text
@@ -277,7 +277,8 @@ def test_vllms_refusal_of_float16_is_printed_before_the_model_is_loaded(folder, 
     (model / "config.json").write_text('{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}')
     assert "cannot be loaded" in refusal(folder, tmp_path, f"MODEL={model}")
     (line,) = capsys.readouterr().out.splitlines()
-    assert "refuses gemma2 models in float16" in line and "rollout.dtype=bfloat16" in line
+    assert "refuses gemma2 models in float16" in line and "; give actor_rollout_ref.rollout.dtype=float32 (" in line
+    assert line.endswith(", or +precision=bf16") and "dtype=bfloat16" not in line, "which gains nothing over bf16"
 
 
 def test_rows_and_model_that_cannot_be_measured_are_refused(folder, tmp_path, model):

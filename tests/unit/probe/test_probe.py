@@ -30,7 +30,7 @@ from verl_precision.spelling import as_options
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 # rollout_corr/k3_kl of the first step of `make run EXPERIMENT=sanity_cpu PRECISION=bf16`, whose weights are still the
-# model's: mean over the recorded runs of docs/how-to/choose-a-regime.md, 128 answers each.
+# model's: mean over the recorded runs of docs/results/recommend.md, 128 answers each.
 RECORDED_K3 = 8.6e-06
 
 SIZE = ["ROWS=8", "SAMPLES=16", "LENGTH=32"]

@@ -95,11 +95,15 @@ def test_no_regime_without_a_decision(rows, reason, prompts):
     assert found.unknown == [f"the regime: make recommend 'MODEL=/a b' ROWS={prompts}"]
 
 
+IN_FP32 = "actor_rollout_ref.rollout.dtype=float32"
 KEPT = PREFLIGHT | {
     "keep": ("layers.1.mlp",),
-    "overrides": ["a.keep_fp32_modules=[layers.1.mlp]", SCALE, "actor_rollout_ref.rollout.dtype=bfloat16"],
+    "overrides": ["a.keep_fp32_modules=[layers.1.mlp]", SCALE, IN_FP32],
 }
-REFUSED = PREFLIGHT | {"rollout": Float16Support(False, "vLLM refuses gemma2 models in float16")}
+REFUSED = PREFLIGHT | {
+    "rollout": Float16Support(False, "vLLM refuses gemma2 models in float16"),
+    "overrides": [SCALE, IN_FP32],
+}
 MISFIT = PREFLIGHT | {"misfit": True, "overrides": ["+precision=bf16"]}
 OVERFLOW = {"regime": "fp16", "overflow": "the rollout's logits are not finite in fp16"}
 
@@ -120,7 +124,7 @@ def test_bf16_where_fp16_does_not_run_on_both_sides(preflight, rows, reason, nev
     assert "first loss scale" not in found.answers, "bf16 needs none"
     in_fp16 = found.answers.get("fp16 in the trainer")
     if nevertheless:
-        assert f"{nevertheless} actor_rollout_ref.rollout.dtype=float32: twice" in in_fp16 and "bfloat16" not in in_fp16
+        assert f"{nevertheless} {IN_FP32}: twice" in in_fp16 and "bfloat16" not in in_fp16
     assert bool(in_fp16) == bool(nevertheless)
     assert bool(found.unknown) == (preflight is PREFLIGHT), "only the probe overflowed"
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,6 +71,15 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     with pytest.raises(Refused, match="^OUT=.* GiB free"):
         check([], tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("key", ["reward.custom_reward_function.path", "+custom_reward_function.path"])
+def test_missing_file_of_a_reward_function_is_refused(key, tmp_path):
+    train, reward = f"TRAIN={parquet(tmp_path / 'train.parquet')}", tmp_path / "reward.py"
+    with pytest.raises(Refused, match=f"^ARGS={re.escape(key.removeprefix('+'))}={reward}: no such file$"):
+        check([train, f"ARGS={key}={reward}"], tmp_path / "out")
+    reward.touch()
+    check([train, f"ARGS={key}=file://{reward}"], tmp_path / "out")
 
 
 def test_data_that_fill_one_batch_pass(tmp_path):

@@ -147,7 +147,9 @@ def test_doctor_refuses_a_server_in_float16(patched, models, words, verdict, key
     if verdict == "refused":
         assert "refuses gemma2 models in float16: Numerical instability" in found.sentence
         fix = found.findings[0].fix
-        assert f"{keys[0]}=bfloat16" in fix and ("+precision" in fix) == (keys[0] in (f"{ROLLOUT}.dtype", EXTRA))
+        of_policy = keys[0] in (f"{ROLLOUT}.dtype", EXTRA)
+        assert fix.startswith(f"{keys[0]}={'float32 (' if of_policy else 'bfloat16, '}") and "float32" in fix
+        assert fix.endswith(", or +precision=bf16") == of_policy, "beside fp16, bfloat16 would gain nothing"
     if words == [UNKNOWN, "+precision=fp16"]:
         assert found.sentence.endswith("is not known: owner/name has no config.json on this machine.")
 
@@ -196,7 +198,7 @@ def test_run_and_probe_by_vllm_are_refused_and_a_probe_by_hf_reports_it(models, 
     words = ["DEVICE=cpu", f"MODEL={models}/gemma2", f"OUT={tmp_path}/out"]
     with pytest.raises(Refused, match=f"^MODEL={models}/gemma2: vLLM ") as refused:
         run.main(run.parse(words))
-    assert f"ARGS={ROLLOUT}.dtype=bfloat16" in str(refused.value) and "PRECISION=bf16" in str(refused.value)
+    assert f"; give ARGS={ROLLOUT}.dtype=float32 (" in str(refused.value) and "PRECISION=bf16" in str(refused.value)
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "data.parquet").write_bytes(b"PAR1")
     words.append(f"DATA={tmp_path}/data.parquet")

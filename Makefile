@@ -68,7 +68,7 @@ submit: python       ## run `make run` on a running Ray cluster:  RAY_ADDRESS=ht
 gsm8k: python        ## download GSM8K and write data/gsm8k/{train,test}.parquet
 dapo-math: python    ## download DAPO-Math-17k and AIME 2024 and write data/dapo-math/{train,test}.parquet
 sanity-math: python  ## download the 1460 MATH problems of the sanity test and write data/sanity-math/{train.parquet,oat}
-verify-gpu: python   ## test fp16 on this machine's GPU and measure it, in half an hour; repeat to resume:  make verify-gpu ONLY='machine job'
+verify-gpu: python   ## test fp16 on this machine's GPU and measure it; repeat to resume:  make verify-gpu ONLY='machine job'
 
 ##@ Develop this project
 bench: python        ## measure the cost of fp16, into docs/results:  make bench ARGS='--sizes 10,100'

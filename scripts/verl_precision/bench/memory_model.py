@@ -1,7 +1,7 @@
 """Model the memory of training one model on one rank: the resident parts, and those of each moment of a step.
 
 Follows the engine of verl 0.9 (``workers/engine/fsdp``) and torch's FSDP1 and FSDP2. All sizes are in bytes and of one
-rank. docs/how-to/gpus.md lists what is exact, what is assumed and what is unknown.
+rank. docs/results/plan-memory.md lists what is exact, what is assumed and what is unknown.
 """
 
 from dataclasses import dataclass

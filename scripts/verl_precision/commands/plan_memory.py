@@ -69,7 +69,7 @@ def write(plans: dict[str, MemoryPlan], values: dict[str, str], out: Path) -> No
     out.mkdir(parents=True, exist_ok=True)
     settings = (f"{name}={shlex.quote(value)}" for name, value in values.items() if name != "OUT")
     command = " ".join(["make plan-memory", *settings])
-    parts = ["# Memory of a job on each GPU", f"`{spelled(command)}`, by arithmetic ([how](../how-to/plan-memory.md))."]
+    parts = ["# Memory of a job on each GPU", f"`{spelled(command)}`, by arithmetic: docs/how-to/gpus.md."]
     parts += [f"## {title}\n\n```text\n{plan.table(title)}\n```" for title, plan in plans.items()]
     (out / "plan-memory.md").write_text("\n\n".join(parts) + "\n")
 

@@ -128,7 +128,7 @@ def markdown(rows: list[list[object]], command: str) -> str:
         "",
         *markdown_table(header, [row[:6] for row in rows]),
         "",
-        "GiB on a GPU during an update, in parentheses by [plan-memory's](../how-to/plan-memory.md) arithmetic:",
+        "GiB on a GPU during an update, in parentheses by [plan-memory's](../how-to/gpus.md#plan-memory) arithmetic:",
         "",
         *markdown_table(["model (experiment)", "GPUs", "regime", *sizes], [[*row[:3], *row[6:]] for row in rows]),
         "",

@@ -1,4 +1,4 @@
-"""Test verl in fp16 on a GPU and measure it, in about half an hour.
+"""Test verl in fp16 on a GPU and measure it.
 
 Stages: machine; numerics and faults of verl's engines; jobs with vLLM in three regimes, also with long answers; the
 mismatch before training; cost of a step; AMP outside verl. Each runs with the packages that are installed and needs no

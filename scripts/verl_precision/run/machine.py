@@ -24,7 +24,7 @@ FLASH_ATTENTION = PRESETS["ampere"]  # least capability for flash attention 2
 DEFAULT_ATTENTION = "flash_attention_2"  # of verl
 WORKERS = "trainer.n_gpus_per_node"
 CPUS_PER_GPU = 3  # of verl's placement groups (single_controller/ray/base.py, ResourcePoolManager.max_colocate_count)
-GUIDE = "docs/how-to/gpus.md"
+GUIDE = "docs/how-to/gpus.md#what-is-refused"
 # Beyond these, vLLM's attention takes more shared memory than a block has (docs/results/kernels.md): heads on a T4,
 # latent attention on a V100, too. Ranks are rounded up to a power of two.
 T4, LARGEST_HEAD, LARGEST_LATENT = (7, 5), 256, 256

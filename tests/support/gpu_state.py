@@ -24,8 +24,8 @@ INDEX = "docs/results/gpu/README.md"
 HEAD = """\
 # Reports on GPUs
 
-[`make verify-gpu`](../../how-to/gpus.md#verify-a-gpu) writes a report for each GPU into this folder. `make matrix` regenerates
-this page, and the sentence on GPUs in other documents. What was checked without a GPU:
+[`make verify-gpu`](../../how-to/gpus.md#verify-a-gpu) writes a report for each GPU into this folder. `make matrix`
+regenerates this page, and the sentence on GPUs in other documents. What was checked without a GPU:
 [by reading](../../log/2026-11.md#2026-11-29-what-of-a-gpu-was-checked-by-reading).
 
 """

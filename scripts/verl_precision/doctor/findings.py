@@ -90,7 +90,7 @@ def unread_keys(job: DtypeResolver) -> Iterator[Finding]:
             effect += ": trains in {}, rolls out in {}".format(*job.dtypes("actor.compute", "rollout.weights"))
             fix = f"{dtype_rules.KEYS} brings the overlay: {tree.apply_command}"
         elif key in groups:
-            fix = f"hydra.searchpath=['file://{CONFIGS}']"
+            fix = f"'hydra.searchpath=[file://{CONFIGS}]'"
         else:
             fix = f"+{near[0]}={value}" if near else f"remove +{key}={value}"
         yield Finding(key, value, effect, fix, applies=False)

@@ -21,9 +21,9 @@ NAME = re.compile(r"([\w.-]+)(\[.*?\])?")  # of a package, and its extras
 
 
 def name_of(requirement: str) -> str:
-    """Return the name of the package in a line of requirements; empty for a comment."""
+    """Return the normalized name of the package in a line of requirements; empty for a comment."""
     found = NAME.match(requirement)
-    return found[1].lower() if found else ""
+    return re.sub(r"[-_.]+", "-", found[1]).lower() if found else ""
 
 
 def compile_pins(requirements: list[str], overrides: list[str]) -> dict[str, str]:

@@ -56,7 +56,7 @@ SERIES = (
     Series("k3", "k3 estimate of KL(rollout ‖ trainer), nats/token", K3_KL, "log"),
     Series("probs_diff", "mean difference of the two probabilities", PROBS_DIFF, "log"),
     Series("equal_share", "share of tokens with equal log-probabilities", EQUAL_SHARE),
-    Series("ess", "effective sample size of the importance weights, share", "rollout_corr/rollout_is_eff_sample_size"),
+    Series("ess", "effective sample size of the weights, share", "rollout_corr/rollout_is_eff_sample_size"),
     Series("loss_scale", "loss scale of the actor, × a skipped step", LOSS_SCALE, "log2"),
     Series("critic_loss_scale", "loss scale of the critic", CRITIC_LOSS_SCALE, "log2"),
     Series("skipped", "skipped optimizer steps of the actor, in all", SKIPPED, counted=True),

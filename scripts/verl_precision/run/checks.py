@@ -1,5 +1,6 @@
 """Check a job before it starts: its data, attention and rollout, the disk, and the folder and machine of the run."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,8 @@ def check_start(job: "Job", config: "DictConfig", out: Path) -> dict:
     check_attention(config)
     check_rollout(job, config)
     check_data(job, config)
-    check_reward(config)
+    check_reward_file(config)
+    check_sampler(config)
     check_room(out)
     if not job.cluster:
         check_machine(config, job.device)
@@ -67,14 +69,31 @@ def check_data(job: "Job", config: "DictConfig") -> None:
     check_prompts(config, prompts)
 
 
-def check_reward(config: "DictConfig") -> None:
-    """Refuse a reward function whose file is missing, which verl reads only after the workers have started."""
+def check_reward_file(config: "DictConfig") -> None:
+    """Refuse a file without the reward function, which verl loads only after the workers have started."""
     from omegaconf import OmegaConf
 
-    for key in ("reward.custom_reward_function.path", "custom_reward_function.path"):  # the second is its older name
-        path = OmegaConf.select(config, key) or ""
-        if path and not path.startswith("pkg://") and not (WORK / Path(path.removeprefix("file://"))).is_file():
-            raise Refused(f"ARGS={key}={path}: no such file")
+    for key in ("reward.custom_reward_function", "custom_reward_function"):  # the second is its older name
+        path, name = (str(OmegaConf.select(config, f"{key}.{part}") or "") for part in ("path", "name"))
+        if not path or path.startswith("pkg://"):
+            continue
+        file = WORK / Path(path.removeprefix("file://"))
+        if not file.is_file():
+            raise Refused(f"{key}.path={path}: no such file")
+        if not re.search(rf"\b{re.escape(name)}\b", file.read_text()):
+            raise Refused(f"{key}.name={name}: is not in {path}")
+
+
+def check_sampler(config: "DictConfig") -> None:
+    """Refuse DAPO's filter beside a custom sampler, such as that of DEVICE=cpu, to which verl does not pass it."""
+    from omegaconf import OmegaConf
+
+    sampler = "trainer.v1.sampler.custom_sampler.path"
+    if OmegaConf.select(config, sampler) and OmegaConf.select(config, "algorithm.filter_groups.enable"):
+        path = OmegaConf.select(config, sampler)
+        raise Refused(
+            f"algorithm.filter_groups.enable=true: has no effect with {sampler}={path}; give ARGS={sampler}=null"
+        )
 
 
 def check_attention(config: "DictConfig") -> None:

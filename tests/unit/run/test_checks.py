@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,13 +72,25 @@ def test_unusable_data_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("key", ["reward.custom_reward_function.path", "+custom_reward_function.path"])
-def test_missing_file_of_a_reward_function_is_refused(key, tmp_path):
+@pytest.mark.parametrize("key", ["reward.custom_reward_function", "custom_reward_function"])
+def test_file_without_the_reward_function_is_refused(key, tmp_path):
     train, reward = f"TRAIN={parquet(tmp_path / 'train.parquet')}", tmp_path / "reward.py"
-    with pytest.raises(Refused, match=f"^ARGS={re.escape(key.removeprefix('+'))}={reward}: no such file$"):
-        check([train, f"ARGS={key}={reward}"], tmp_path / "out")
-    reward.touch()
-    check([train, f"ARGS={key}=file://{reward}"], tmp_path / "out")
+    words = [train, f"ARGS=++{key}.path=file://{reward} ++{key}.name=score"]
+    with pytest.raises(Refused, match=f"^{key}.path=file://{reward}: no such file$"):
+        check(words, tmp_path / "out")
+    reward.write_text("def other(): ...")
+    with pytest.raises(Refused, match=f"^{key}.name=score: is not in file://{reward}$"):
+        check(words, tmp_path / "out")
+    reward.write_text("from rewards import score")
+    check(words, tmp_path / "out")
+
+
+def test_filter_that_the_sampler_of_a_cpu_ignores_is_refused(tmp_path):
+    train, filtered = f"TRAIN={parquet(tmp_path / 'train.parquet')}", "++algorithm.filter_groups.enable=true"
+    sampler = "trainer.v1.sampler.custom_sampler.path"
+    with pytest.raises(Refused, match=f"^algorithm.filter_groups.enable=true: has no effect .* ARGS={sampler}=null$"):
+        check([train, f"ARGS={filtered}"], tmp_path / "out")
+    check([train, f"ARGS={filtered} {sampler}=null"], tmp_path / "out")
 
 
 def test_data_that_fill_one_batch_pass(tmp_path):

@@ -59,8 +59,9 @@ class ModuleRange:
 
     block: bool  # a transformer block: its input and output are the residual stream
     head: bool  # a direct child of the model without blocks, such as lm_head
+    lm_head: bool  # the language model's head: kept in fp32, it multiplies a weight rounded to fp16, its gradient too
     leaf: bool  # without submodules: its outputs count once among all gradients
-    shared: bool  # shares a weight with another module, so it cannot have another dtype than that
+    shared: bool  # shares a weight with another module, so it cannot be kept; false for lm_head, which may share it
     weight: float  # of the module's own weights, without those of submodules
     input: float = 0.0
     output: float = 0.0
@@ -78,7 +79,8 @@ class ModuleRange:
     @property
     def fits_if_kept(self) -> bool:
         """True if it fits when kept in fp32: input and output still pass through fp16, except the output of a head."""
-        return (self.input if self.head else self.activation) <= LARGEST and not self.shared
+        passed = self.input if self.head else self.activation
+        return max(passed, self.weight if self.lm_head else 0) <= LARGEST and not self.shared
 
 
 def activations_of(tree: object) -> list[torch.Tensor]:
@@ -90,14 +92,15 @@ def module_ranges(model: torch.nn.Module) -> dict[str, ModuleRange]:
     blocks = set(model._no_split_modules or ())
     own = {module: list(module.parameters(recurse=False)) for module in model.modules()}
     owners = Counter(parameter for parameters in own.values() for parameter in parameters)
-    ranges = {}
+    lm_head, ranges = model.get_output_embeddings(), {}
     for name, module in model.named_modules():
         contains_block = any(type(part).__name__ in blocks for part in module.modules())
         ranges[name] = ModuleRange(
             block=type(module).__name__ in blocks,
             head="." not in name and not contains_block,
+            lm_head=module is lm_head,
             leaf=not any(module.children()),
-            shared=any(owners[parameter] > 1 for parameter in own[module]),
+            shared=module is not lm_head and any(owners[parameter] > 1 for parameter in own[module]),
             weight=largest(own[module]),
         )
     del ranges[""]
@@ -181,6 +184,8 @@ class Fp16Assessment:
         most = max(record.activation, record.weight)
         if record.block:
             what, why = "the residual stream", "; no module kept in fp32 helps"
+        elif record.lm_head and record.weight > LARGEST:
+            what, most, why = "a weight", record.weight, ", which rounds its weight to fp16 even if kept in fp32"
         elif record.shared:
             what, why = "a value", ", which shares its weight and cannot be kept in fp32"
         return f"does not fit: {what} reaches {most:.3g} at {self.misfit}{why}; use bf16"
@@ -197,6 +202,8 @@ class Fp16Assessment:
         words += [f"{actor}.grad_scaler.init_scale={self.scale:.17g}"]
         words += [f"{actor}.grad_scaler.min_scale={self.scale:.17g}"] if self.scale < 1 else []  # default 1
         refused = rollout is not None and rollout.supported is False
+        # A rollout all in fp32 needs no list: it would follow the trainer's, and vLLM before 0.28 refuses a head in it.
+        words += ["actor_rollout_ref.rollout.keep_fp32_modules=[]"] if self.keep else []
         # vLLM keeps only routers and the head in fp32: it would overflow in other modules.
         return words + ([f"{ROLLOUT_DTYPE}=float32"] if self.keep or refused else [])
 
@@ -227,13 +234,15 @@ def assess(ranges: dict[str, ModuleRange]) -> Fp16Assessment:
     keep = tuple(name for name in ranges if name in kept and kept.isdisjoint(ancestors(name)))
 
     in_fp16 = {name: record for name, record in ranges.items() if {name, *ancestors(name)}.isdisjoint(keep)}
-    gradients = [(max(each.output_gradients.most, each.weight_gradients.most), name) for name, each in in_fp16.items()]
+    rounded = in_fp16 | {name: ranges[name] for name in keep if ranges[name].lm_head}  # those with weights in fp16
+    gradients = [(record.output_gradients.most, name) for name, record in in_fp16.items()]
+    gradients += [(record.weight_gradients.most, name) for name, record in rounded.items()]
     # What leaves a module in fp32 is cast to fp16, except the loss after a head.
     gradients += [(ranges[name].output_gradients.most, name) for name in keep if not ranges[name].head]
     if not max(gradients)[0]:
         raise ValueError("every gradient is zero")
     none = torch.zeros(BINS, dtype=torch.int64)
-    weights = sum((record.weight_gradients.counts for record in in_fp16.values()), none)
+    weights = sum((record.weight_gradients.counts for record in rounded.values()), none)
     outputs = sum((record.output_gradients.counts for record in in_fp16.values() if record.leaf), none)
     return Fp16Assessment(ranges, keep, misfit, max(gradients), {"weights": weights, "activations": outputs})
 

@@ -15,8 +15,11 @@ from transformers import AutoModelForCausalLM
 from recipes.arithmetic import families
 from recipes.arithmetic.model import build_model
 from verl_precision.commands import preflight
+from verl_precision.doctor.diagnosis import diagnose
+from verl_precision.doctor.tree import identify_tree
 from verl_precision.errors import Refused
-from verl_precision.facts.vllm_float16 import Float16Support
+from verl_precision.facts.vllm_float16 import POOLING_HEADS, Float16Support
+from verl_precision.files import write
 from verl_precision.patch.precision_module import load_precision
 from verl_precision.paths import REPO
 from verl_precision.probe import fp16_range
@@ -59,7 +62,10 @@ def finite_in_fp16(model: torch.nn.Module) -> bool:
 
 
 def half_except(model: torch.nn.Module, keep: tuple[str, ...]) -> torch.nn.Module:
-    """Return the model in half precision, except for the modules that ``keep_fp32_modules`` names."""
+    """Return the model in half precision, except for the modules that ``keep_fp32_modules`` names.
+
+    A language model's head is in half precision, too, and computes in fp32.
+    """
     model = copy.deepcopy(model)
     kept = precision.keep_in_fp32(model, keep, torch.float16, "cpu").values()
     spared = {parameter for module in kept for parameter in module.parameters()}
@@ -82,12 +88,19 @@ def weigh(block: torch.nn.Module) -> None:
     block.mlp.up_proj.weight[0, 0] = 1e5
 
 
+def tied(model: torch.nn.Module) -> None:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.model.norm.weight *= 1e4
+    model.lm_head.weight *= 100
+
+
 @pytest.mark.parametrize(
     "change, keep",
     [
         (lambda model: widen(model.model.layers[1].mlp), ("model.layers.1.mlp",)),
         (lambda model: model.lm_head.weight.mul_(1e5), ("lm_head",)),
         (lambda model: weigh(model.model.layers[1]), ("model.layers.1.mlp.up_proj",)),
+        (tied, ("lm_head",)),
     ],
 )
 def test_keeping_the_named_module_in_fp32_avoids_the_overflow(model, change, keep):
@@ -101,6 +114,20 @@ def test_keeping_the_named_module_in_fp32_avoids_the_overflow(model, change, kee
     parsed = {each.get_key_element(): each.value() for each in OverridesParser.create().parse_overrides(words)}
     assert parsed["actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"] == list(keep)
     assert parsed["actor_rollout_ref.rollout.dtype"] == "float32", "in float16 it would overflow where the trainer did"
+    assert parsed["actor_rollout_ref.rollout.keep_fp32_modules"] == [], "all of it is in fp32"
+
+
+@pytest.mark.subprocess
+@pytest.mark.parametrize("vllm", [f'WARNING = "{POOLING_HEADS}"', ""], ids=["ignores", "reads"])
+def test_doctor_accepts_the_overrides_of_a_kept_head(vllm, model, trees, tmp_path):
+    write(tmp_path / "vllm/config/model.py", vllm.encode())
+    write(tmp_path / "vllm/_version.py", b"__version__ = '0.24.0'\n")
+    (tmp_path / "vllm/__init__.py").touch()
+    (tmp_path / "verl").symlink_to(trees["patched"] / "verl")
+    words = assessed(changed(model, lambda model: model.lm_head.weight.mul_(1e5))).overrides()
+    found = diagnose(identify_tree(tmp_path), ["+precision=fp16", "actor_rollout_ref.rollout.name=vllm", *words])
+    assert (found.verdict, found.findings) == ("asked", ()), found.refused
+    assert [found.hops[f"{side}.logits"].effective_dtype for side in ("actor", "rollout")] == ["float32"] * 2
 
 
 def between(model: torch.nn.Module) -> None:
@@ -109,10 +136,18 @@ def between(model: torch.nn.Module) -> None:
     model.model.layers[1].mlp.up_proj.weight /= 1e6
 
 
-def tied(model: torch.nn.Module) -> None:
-    model.lm_head.weight = model.model.embed_tokens.weight
-    model.model.norm.weight *= 1e4
-    model.lm_head.weight *= 100
+def overload(model: torch.nn.Module) -> None:
+    """A weight of the head exceeds 65504."""
+    model.lm_head.weight[0, 0] = 1e5
+
+
+def share(model: torch.nn.Module) -> None:
+    """A weight of two norms exceeds 65504 and is multiplied by zero."""
+    model.model.embed_tokens.weight[:, 0] = 0
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+        layer.post_attention_layernorm.weight = model.model.layers[0].post_attention_layernorm.weight
+    layer.post_attention_layernorm.weight[0] = 1e5
 
 
 @pytest.mark.parametrize(
@@ -120,14 +155,15 @@ def tied(model: torch.nn.Module) -> None:
     [
         (lambda model: model.model.embed_tokens.weight.mul_(1e7), r"the residual stream reaches .* at model.layers.\d"),
         (between, r"a value that passes between .* at model\.layers\.1\.\S+;"),
-        (tied, r"a value reaches \S+ at lm_head, which shares its weight"),
+        (share, r"a value reaches 1e\+05 at model\.layers\.\d\.post_attention_layernorm, which shares its weight"),
+        (overload, r"a weight reaches 1e\+05 at lm_head, which rounds its weight to fp16 even if kept in fp32"),
     ],
 )
 def test_model_that_no_kept_module_helps_does_not_fit(model, change, expected):
     model = changed(model, change)
     assessment = assessed(model)
     assert re.match(f"does not fit: {expected}", assessment.verdict()), assessment.verdict()
-    assert not finite_in_fp16(copy.deepcopy(model).half())
+    assert not finite_in_fp16(copy.deepcopy(model).half()) and not finite_in_fp16(half_except(model, ("lm_head",)))
     assert assessment.overrides() == ["+precision=bf16"]
 
 
@@ -174,10 +210,40 @@ def test_flushed_share_and_loss_scale_match_fp16(model):
     assert largest * assessment.scale * HEADROOM <= 65504 < 2 * largest * assessment.scale * HEADROOM
 
 
-@pytest.mark.parametrize(("gradient", "scale", "words"), [(8.0, 256, 3), (1e5, 0.03125, 4), (1e-3, 2097152, 3)])
+def backward_overflows(model: torch.nn.Module, scale: float, keep: tuple[str, ...] = ()) -> bool:
+    """Return whether a gradient of ``scale`` times the loss overflows with 16-bit weights under autocast."""
+    model = half_except(model, keep)
+    for ids in ROWS:
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(input_ids=ids, use_cache=False).logits[0, PROMPT - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, PROMPT:], reduction="sum")
+        (scale * loss / sum(ids.shape[1] - PROMPT for ids in ROWS)).backward()
+    return not all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
+
+
+def listen(model: torch.nn.Module) -> None:
+    """The head's input, and with it the gradient of its weight, is far larger than all gradients below."""
+    model.model.embed_tokens.weight *= 1e5
+    model.model.norm.weight *= 1e4
+    model.lm_head.weight *= 3
+
+
+def test_gradient_of_a_kept_heads_weight_is_in_fp16(model):
+    model = changed(model, listen)
+    assessment = assessed(model)
+    assert assessment.keep == ("lm_head",) and finite_in_fp16(half_except(model, assessment.keep))
+    assert not backward_overflows(model, assessment.scale, assessment.keep)
+    weights, _ = gradients(model)
+    largest = max(tensor.abs().max().item() for tensor in weights)
+    assert assessment.gradient == (pytest.approx(largest, rel=1e-4), "lm_head")
+    assert assessment.counts["weights"].sum() == sum((tensor != 0).sum() for tensor in weights)
+
+
+@pytest.mark.parametrize(("gradient", "scale", "words"), [(8.0, 256, 4), (1e5, 0.03125, 5), (1e-3, 2097152, 4)])
 def test_gradient_at_a_kept_module_counts_and_those_inside_do_not(gradient, scale, words):
     def record(**other) -> ModuleRange:
-        usual = {"block": False, "head": False, "leaf": True, "shared": False, "weight": 1.0, "output": 1.0}
+        usual = {"block": False, "head": False, "lm_head": False, "leaf": True, "shared": False}
+        usual |= {"weight": 1.0, "output": 1.0}
         gradients = {"output_gradients": GradientRange(1e-3), "weight_gradients": GradientRange(1e-3)}
         return ModuleRange(**usual | gradients | other)
 
@@ -221,17 +287,6 @@ def save_mixture(family: str, folder: Path) -> Path:
     build_model(tokenizer, 1, family, **own).save_pretrained(folder / family)
     tokenizer.save_pretrained(folder / family)
     return folder / family
-
-
-def backward_overflows(model: torch.nn.Module, scale: float) -> bool:
-    """Return whether a gradient of ``scale`` times the loss overflows with 16-bit weights under autocast."""
-    model = half_except(model, ())
-    for ids in ROWS:
-        with torch.autocast("cpu", dtype=torch.float16):
-            logits = model(input_ids=ids, use_cache=False).logits[0, PROMPT - 1 : -1]
-        loss = torch.nn.functional.cross_entropy(logits.float(), ids[0, PROMPT:], reduction="sum")
-        (scale * loss / sum(ids.shape[1] - PROMPT for ids in ROWS)).backward()
-    return not all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
 
 
 @pytest.mark.parametrize(

@@ -95,10 +95,10 @@ def test_no_regime_without_a_decision(rows, reason, prompts):
     assert found.unknown == [f"the regime: make recommend 'MODEL=/a b' ROWS={prompts}"]
 
 
-IN_FP32 = "actor_rollout_ref.rollout.dtype=float32"
+IN_FP32, NO_LIST = "actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.rollout.keep_fp32_modules=[]"
 KEPT = PREFLIGHT | {
     "keep": ("layers.1.mlp",),
-    "overrides": ["a.keep_fp32_modules=[layers.1.mlp]", SCALE, IN_FP32],
+    "overrides": ["a.keep_fp32_modules=[layers.1.mlp]", SCALE, NO_LIST, IN_FP32],
 }
 REFUSED = PREFLIGHT | {
     "rollout": Float16Support(False, "vLLM refuses gemma2 models in float16"),
@@ -111,7 +111,7 @@ OVERFLOW = {"regime": "fp16", "overflow": "the rollout's logits are not finite i
 @pytest.mark.parametrize(
     ("preflight", "rows", "reason", "nevertheless"),
     [
-        (KEPT, EVERY, "fp16 needs modules in fp32", "a.keep_fp32_modules=[layers.1.mlp]' " + SCALE),
+        (KEPT, EVERY, "fp16 needs modules in fp32", f"a.keep_fp32_modules=[layers.1.mlp]' {SCALE} '{NO_LIST}'"),
         (REFUSED, EVERY, "bf16_train_fp16_infer has a rollout in float16, which vLLM refuses", SCALE),
         (MISFIT, [row("bf16", BF16), OVERFLOW], "fp16 overflows: the rollout's logits", None),
         (PREFLIGHT, [row("bf16", BF16), OVERFLOW], "fp16 overflows: the rollout's logits", None),
@@ -214,7 +214,7 @@ def test_command_recommends_a_line_that_verl_accepts_and_resumes(folder, tmp_pat
     assert f"loss scaler of the actor: init_scale {scale}" in fits
     assert lines["wide"] == "+precision=bf16" and "both compute in bfloat16" in accepted(capsys, lines["wide"])
     in_fp16 = next(line for line in page.splitlines() if "keep_fp32_modules" in line).split(": ")[1]
-    assert "model.layers.1.mlp]" in in_fp16 and shlex.split(in_fp16)[-1].endswith("rollout.dtype=float32")
+    assert "model.layers.1.mlp]" in in_fp16 and shlex.split(in_fp16)[-2:] == [NO_LIST, IN_FP32]
     accepted(capsys, in_fp16)
 
     measured = [file.stat().st_mtime_ns for file in tmp_path.glob("wide-out/probe/work/*.jsonl")]

@@ -7,14 +7,17 @@ differ without a request for it, this verl refuses the config, a dtype is unknow
 
 import argparse
 import json
+import re
+import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from verl_precision.doctor.diagnosis import SOUND, Diagnosis, diagnose
 from verl_precision.doctor.findings import Finding
 from verl_precision.doctor.interpreter import missing
+from verl_precision.doctor.refusals import GROUPS
 from verl_precision.doctor.resolver import HOPS, Hop
 from verl_precision.doctor.tree import Tree, identify_tree
 from verl_precision.errors import Refused
@@ -31,17 +34,26 @@ COMPUTING = ("actor.compute", "actor.autocast", "ref.compute", "critic.compute",
 LEAST_CAPABILITY = (8, 0)  # vLLM's documents; older GPUs get no batch-invariant matrix multiplication, and no error
 
 
-def examined(verl: Path | None) -> Tree:
-    """Return the tree in the folder ``verl``, or the installed one.
+def examined(verl: Path | None, overrides: Sequence[str]) -> Tree:
+    """Return the tree in the folder ``verl``, or the installed one, on which a job has these ``overrides``.
 
     Raises:
         Refused: this Python lacks a package that the doctor needs for it.
     """
     tree = identify_tree(verl or installed_tree(VERL))
     if lacking := missing(tree.root):
-        ways = f"install them there, or give another Python: make doctor VERL={tree.root} PYTHON=/path/to/python3"
-        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}: {ways}")
+        install = f"{sys.executable} -m pip install {' '.join(each.split()[0] for each in lacking)}"
+        command = f"make doctor VERL={shlex.quote(str(tree.root))} PYTHON=/path/to/python3"
+        if overrides:
+            command += f" ARGS={shlex.quote(' '.join(map(in_double_quotes, overrides)))}"
+        raise Refused(f"{sys.executable} lacks {', '.join(lacking)}: {install}, or give another Python: {command}")
     return tree
+
+
+def in_double_quotes(word: str) -> str:
+    """Return a word of ARGS, in quotation marks if a shell would split or change it: those around ARGS are single."""
+    escaped = re.sub(r'(["\\])', r"\\\1", word)
+    return f'"{escaped}"' if re.search(r"""[\s"'\\]""", word) else word
 
 
 def hop_table(hops: Mapping[str, Hop]) -> str:
@@ -70,7 +82,7 @@ def hardware_lines(gpus: tuple[Gpu, ...], hops: Mapping[str, Hop], deterministic
 def text(diagnosis: Diagnosis, gpus: tuple[Gpu, ...] = ()) -> str:
     """Return the diagnosis as text: a table of the hops, the scalers, the findings and the verdict."""
     tree = diagnosis.tree
-    parts = [f"{tree.name}, {tree.state}" + (f", stack {tree.stack}" if tree.stack else "") + f", in {tree.root}"]
+    parts = [f"{tree.name}, {tree.status}" + (f", stack {tree.stack}" if tree.stack else "") + f", in {tree.root}"]
     parts += [tree.advice] if tree.advice else []
     parts += [] if diagnosis.refused else [hop_table(diagnosis.hops)]
     lines = hardware_lines(gpus, diagnosis.hops, diagnosis.deterministic.get("rollout", False))
@@ -110,6 +122,12 @@ def parse(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--config-name", default="ppo_trainer", metavar="NAME", help="main_ppo's --config-name")
     parser.add_argument("--args", default="", metavar="WORDS", help="further overrides in one string, as of make")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="an override of main_ppo")
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, _, value = word.removeprefix("--").partition("=")
+        if word == "--":
+            break
+        if word.startswith("--") and name in GROUPS:
+            raise Refused(f"'{word}' is not an option of this command, but a group: give +{name}={value or following}")
     options = parser.parse_overrides(words)
     return options, [*shell_words("ARGS", options.args), *options.overrides]
 
@@ -120,13 +138,13 @@ def main(words: list[str]) -> int:
         check_packages(("torch", "ray"))
         from verl_precision.doctor.live import diagnose_live, query_job
 
-        static = diagnose(examined(args.verl), overrides, args.config_name).json() if overrides else None
+        static = diagnose(examined(args.verl, overrides), overrides, args.config_name).json() if overrides else None
         if static and static["refused"]:
             raise Refused(f"--live: no job can run this config: {static['refused']}")
         found = diagnose_live(*query_job(), HOPS, static)
     else:
         gpus = find_gpus() if gpu_present() and package_folder("torch") else ()
-        diagnosis = diagnose(examined(args.verl), overrides, args.config_name)
+        diagnosis = diagnose(examined(args.verl, overrides), overrides, args.config_name)
         found = diagnosis.json(gpus)
     if args.json:
         print(spelled(json.dumps(found, indent=2)))

@@ -106,6 +106,7 @@ WORKER_REDUCED = "0.4.1:295 0.5.0:340 0.6.0:444 0.6.1:464 0.7.0:488 0.7.1:566"
 CRITIC_REDUCED = "0.4.1:967 0.5.0:1078 0.6.0:1303 0.6.1:1343 0.7.0:1399 0.7.1:1502"
 ENGINE_REDUCED = "0.6.0:264 0.6.1:282 0.7.0:294 0.7.1:313 0.8.0:349 0.9.0:375 0.9.1:394"
 EXPORTED = "torch_dtype=torch.bfloat16"
+FIXED_BUFFER = "grad_reduce_in_fp32=True,"  # of a call: no key overrides it
 FP32_BUFFER = 'override_ddp_config["grad_reduce_in_fp32"] = not use_low_precision_main_grads'
 
 # fmt: off
@@ -163,6 +164,7 @@ RULES = (
          hook="workers/config/actor.py"),  # as critic.py
     # Its gradient buffers without a request, by what builds the model. mbridge's default is fp32 (core/util.py:193 of
     # 0.15.1), Megatron-Bridge's is megatron-core's, the model's dtype, until verl 0.9.1 sets fp32 (verl #7485).
+    Rule("{role}.reduce", "megatron", MEGATRON_UTILS, "0.4.1:132", FIXED_BUFFER, (FP32,), roles=TRAINED),
     Rule("{role}.reduce", "megatron", MEGATRON_UTILS,
          "0.5.0:136 0.6.0:140 0.6.1:141 0.7.0:141 0.7.1:148 0.9.0:105 0.9.1:104", '"grad_reduce_in_fp32": True,',
          (FP32,), roles=TRAINED),

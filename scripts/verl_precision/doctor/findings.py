@@ -204,9 +204,12 @@ def megatron(job: DtypeResolver) -> Iterator[Finding]:
             patch = f"{dtype_rules.SKIP}: {job.tree.apply_command}"
             yield Finding(key, job.get(key), effect, f"{ROLES[role]}.strategy=fsdp" if job.legacy else patch)
         dtype, decided, _ = job.resolve(f"{role}.reduce")
+        key, grads = f"{node}.override_ddp_config.grad_reduce_in_fp32", f"{optim}.main_grads_dtype"
+        if job.get(key) is False and dtype == "float32":
+            effect = f"is ignored by {job.tree.name}, whose gradient buffers are always in {dtype} ({decided})"
+            yield Finding(key, False, effect, f"remove {key}", applies=False)
         if dtype not in SIXTEEN_BITS:
             continue
-        key, grads = f"{node}.override_ddp_config.grad_reduce_in_fp32", f"{optim}.main_grads_dtype"
         effect = f"adds up the {role}'s gradients, and sums them over the ranks, in {dtype}"
         if decided in (key, grads):
             yield Finding(decided, job.get(decided), effect, f"{key}=true" if decided == key else f"{grads}=fp32")
@@ -338,7 +341,10 @@ def head_of_one_side(job: DtypeResolver) -> Iterator[Finding]:
     kept, effect = f"{job.engine_node('actor')}.keep_fp32_modules", "computes the head in fp32 only in the "
     trainer, compute = job.dtypes("actor.logits", "actor.compute")
     if trainer == "float32" != compute and dtype in SIXTEEN_BITS:
-        fixes = {"vllm": f"remove {ROLLOUT}.keep_fp32_modules", "sglang": f"+{SGLANG_HEAD}=true"}
+        decides = f"++{key}=float32" if value else f"remove {ROLLOUT}.keep_fp32_modules"
+        if ignores_head_dtype(job.tree.root):
+            decides = f"vLLM 0.28 or later, then {decides}; or remove lm_head from {kept}"
+        fixes = {"vllm": decides, "sglang": f"++{SGLANG_HEAD}=true"}  # ++ also replaces a value
         fix = fixes.get(job.server, f"{kept}=[], or {ROLLOUT}.name=vllm")
         yield Finding(kept, job.get(kept), f"{effect}trainer", fix)
     if dtype == "float32" != computes and trainer in SIXTEEN_BITS:

@@ -26,6 +26,9 @@ from verl_precision.doctor.tree import Tree
 from verl_precision.facts.models import config_file, read_text_config
 from verl_precision.facts.packages import package_folder
 from verl_precision.facts.vllm_float16 import Float16Support, float16_support, ignores_head_dtype, version, ways_out
+from verl_precision.patch.status import apply_command
+from verl_precision.paths import CONFIGS
+from verl_precision.words import options
 
 # The ends of keys that some verl does not have, and the patch that adds them.
 PATCHED_KEYS = {
@@ -34,6 +37,7 @@ PATCHED_KEYS = {
     r"\.report_dtypes": dtype_rules.REPORT,
     r"(_ref\.(actor|ref)|critic|reward_model)(\.model)?(\.fsdp_config|\.fsdp|\.megatron)?\.dtype": dtype_rules.KEYS,
 }
+GROUPS = tuple(folder.name for folder in CONFIGS.iterdir() if options(folder.name))  # of this repository, for `+`
 CRITICS = ("critic.model.fsdp_config.", "critic.fsdp.")  # of the legacy workers, of the model engine
 UNEVEN = "verl ends with `data size must be divisible by force_group_size * micro_batch_size_per_gpu`"
 DYNAMIC = "log_prob_use_dynamic_bsz"
@@ -125,23 +129,31 @@ def unsent_adapters(job: DtypeResolver) -> Iterator[Finding]:
 
 
 def renamed_mapper(job: DtypeResolver) -> Iterator[Finding]:
-    """Yield unmerged LoRA where verl calls a method that the vLLM of its site-packages has renamed."""
+    """Yield unmerged LoRA where verl calls a method that its vLLM has renamed."""
     merge, loader = f"{MODEL}.lora.merge", job.tree.root / "verl/utils/vllm/utils.py"
     if job.server != "vllm" or not job.trains_adapters("actor") or job.get(merge) or not loader.exists():
         return
-    vllm = job.tree.root / "vllm"
+    if (vllm := package_folder("vllm", job.tree.root)) is None:
+        return
     table = vllm / "model_executor/models/utils.py"
     if table.exists() and "def get_rename_mapper" in table.read_text() and UNSTACKED in loader.read_text():
         effect = f"fails with vLLM {version(vllm)}: {job.tree.name} calls a method that vLLM 0.29 renamed"
-        yield Finding(merge, False, effect, f"{merge}=true, vLLM before 0.29, or the patches of the series fixes")
+        patches = apply_command(job.tree.root, "precision and fixes")
+        yield Finding(merge, False, effect, f"{merge}=true, vLLM before 0.29, or {patches}")
 
 
 def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequence[str]) -> Iterator[Finding]:
-    """Yield the overrides that a refusal is about: which patch adds the key, or which of the known ones is near it."""
+    """Yield the overrides that a refusal is about: which patch adds the key, or which of the known ones is near it.
+
+    A group of this repository without its ``+`` is one of them, and so is a regime that there is not.
+    """
     legacy = tree.release.has("legacy_workers")
     present, absent = CRITICS if legacy else CRITICS[::-1]
     for word in overrides:
         key, _, value = word.lstrip("+~").partition("=")
+        if key in GROUPS and any(f"'{part}'" in line for part in (key, f"{key}/{value}")):
+            yield Finding(key, value, *misused_group(tree, key, value))
+            continue
         if not any(f"'{part}'" in line for part in (key, *key.split("."))):
             continue
         patch = next((patch for end, patch in PATCHED_KEYS.items() if re.search(f"{end}$", key)), None)
@@ -155,6 +167,19 @@ def unknown_keys(tree: Tree, line: str, overrides: Sequence[str], known: Sequenc
         else:
             continue
         yield Finding(key, value, f"is not in {tree.name}", fix)
+
+
+def misused_group(tree: Tree, group: str, value: str) -> tuple[str, str]:
+    """Return effect and fix of an override with a group that ``+`` must add, or with a name that the group lacks."""
+    names = options(group)
+    effect = f"is not in the defaults of {tree.name}, so that it needs a +"
+    fix = f"+{group}={value}"
+    if value not in names:
+        kind = "regime" if group == "precision" else f"name in configs/{group}"
+        effect, fix = f"is no {kind}", f"+{group}={', '.join(names[:-1])} or {names[-1]}"
+    if group == "precision" and not tree.precision:
+        fix += f"; {dtype_rules.KEYS} brings the group: {tree.apply_command}"
+    return effect, fix
 
 
 # --- batch sizes ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from verl_precision.doctor.config import JobConfig
-from verl_precision.doctor.dtype_rules import UNKNOWN, Fixed, Rule, SameAs, rule_for
+from verl_precision.doctor.dtype_rules import FIXED_BUFFER, UNKNOWN, Fixed, Rule, SameAs, rule_for
 from verl_precision.doctor.tree import Tree
 from verl_precision.facts.dtypes import SERVER_SPELLINGS, SIXTEEN_BITS, SPELLINGS, cache_refusal
 from verl_precision.facts.vllm_float16 import float16_support, ignores_head_dtype
@@ -329,7 +329,7 @@ class DtypeResolver:
         if self.get(f"{node}.use_mbridge") and not muon:
             builder = "mbridge" if self.get(f"{node}.vanilla_mbridge", True) else "Megatron-Bridge"
         hop = self.decide(f"{role}.reduce", builder, role)._replace(requested=self.config.user_values(key, grads))
-        if hop.effective_dtype == UNKNOWN:
+        if hop.effective_dtype == UNKNOWN or self.rule(f"{role}.reduce", builder).text == FIXED_BUFFER:
             return hop
         explicit, compute = self.get(key), self.effective_dtype(f"{role}.compute")
         if explicit is not None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from verl_precision.doctor.dtype_rules import KNOWN, RULES, UNKNOWN, Rule
+from verl_precision.format import first_three
 from verl_precision.patch.closest import closest
 from verl_precision.patch.git_objects import blob_id
 from verl_precision.patch.precision_module import load_precision, precision_file
@@ -30,14 +31,16 @@ class Tree:
         release: its release, or the nearest one of a foreign tree.
         table: the release whose lines of the table of dtype rules apply.
         state: patched, unpatched or foreign.
+        status: the state that `make status` reports.
         files: the state of each file that a rule names: ``release`` (as in the wheel), ``patched`` or ``unknown``.
-        advice: what `make status` reports of a foreign tree; else empty.
+        advice: what `make status` reports of a foreign tree, or the files of a release that are not the wheel's.
     """
 
     root: Path
     release: Release
     table: str
     state: str
+    status: str
     stack: str | None
     files: Mapping[str, str]
     advice: str
@@ -85,19 +88,24 @@ def identify_tree(target: Path, project: Path = REPO) -> Tree:
     by_name = whole(stacks)
     stack = by_name[status.release] if status.release else closest(blobs, found.read, [*by_name.values()])
     own = [each for each in stacks if each.release == stack.release]
+    advice = f"{status.state}: {status.detail}" if state == "foreign" else ""
     if state != "foreign" and status.exact:
         hooked = record.replaced if record else {}
         files = {path: "patched" if path in hooked else "release" for path in RULE_FILES}
     else:
         files = compare_files(blobs, own)
+        if state != "foreign":
+            others = edited_files(record.undone(blobs) if record else blobs, stack.release)
+            advice = f"edited: {first_three(others)}, which no patch changes"
     return Tree(
         root=found.root,
         release=stack.release,
         table=table_release(stack.release, {name: each.release for name, each in by_name.items()}),
         state=state,
+        status=status.state,
         stack=stamp and stamp["stack"],
         files=files,
-        advice=f"{status.state}: {status.detail}" if state == "foreign" else "",
+        advice=advice,
         apply_command=apply_command(found.root, status.series),
     )
 
@@ -108,6 +116,14 @@ def table_release(release: Release, releases: Mapping[str, Release]) -> str:
     while name not in KNOWN and name in releases and releases[name].ported_from:
         name = releases[name].ported_from
     return name if name in KNOWN else release.name
+
+
+def edited_files(pristine: Mapping[str, str], release: Release) -> list[str]:
+    """Return the files in which a tree without its patches differs from the release's wheel."""
+    with zipfile.ZipFile(wheel(release.name)) as archive:
+        names = [name for name in archive.namelist() if name.startswith("verl/") and not name.endswith("/")]
+        released = {name: blob_id(archive.read(name)) for name in names}
+    return sorted(path for path in {*released, *pristine} if released.get(path) != pristine.get(path))
 
 
 def compare_files(blobs: Mapping[str, str], stacks: Sequence[Stack]) -> dict[str, str]:

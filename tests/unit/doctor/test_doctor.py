@@ -46,6 +46,7 @@ ROUNDING = [name for name in having("bfloat16_wire") if name in C]
 EXACT = [name for name in ALL if name not in ROUNDING]
 IGNORED = "is ignored by verl {release}: trains in bfloat16"
 ROUNDED = {"{rollout}.dtype": "gets weights that passed through bfloat16*"}
+OTHER_SERVER = "{rollout}.name=sglang"  # an unpatched 0.9.1 cannot load adapters into vLLM from 0.29 on
 EXPORT = {"hf_export": "*makes bfloat16 of a model trained in float16*"}
 
 BFLOAT16 = "actor.compute actor.autocast actor.logits critic.compute critic.autocast hf_export"
@@ -202,7 +203,8 @@ ROLES = (
          "critic.compute=bfloat16"),
     # The ref is the actor without its adapters, so its own dtype is ignored.
     *(Case(f"adapter by {word}", NEW, "unpatched",
-           f"{{actor}}.use_kl_loss=true {{ref}}.fsdp_config.dtype=float16 ++actor_rollout_ref.model.{word}",
+           f"{{actor}}.use_kl_loss=true {{ref}}.fsdp_config.dtype=float16 {OTHER_SERVER}"
+           f" ++actor_rollout_ref.model.{word}",
            "ref.compute=bfloat16", "agree", effect={})
       for word in ("lora_rank=4", "lora_adapter_path=/adapter", "lora.rank=4")),
     Case("reward worker", REWARD_WORKER, "unpatched",
@@ -233,7 +235,7 @@ WIRE_AND_ROLLOUT = (
          "+precision=fp16 ++{critic}.model_dtype=fp16 critic.model.lora_rank=4",
          "critic.master=float32 critic.base=float16 actor.base=None", "agree"),
     Case("adapters cast to a base in bf16", ("0.9.0", "0.9.1"), "unpatched",
-         "{engine}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4",
+         f"{{engine}}.model_dtype=bf16 actor_rollout_ref.model.lora_rank=4 {OTHER_SERVER}",
          "actor.master=bfloat16 actor.base=bfloat16 actor.optimizer=bfloat16", "agree",
          effect={"{engine}.model_dtype": "*"}, fix={"{engine}.model_dtype": f"{LORA}: *"}),
     *(Case(f"adapters of a patched tree{name}", ("0.9.0", "0.9.1"), "patched",
@@ -245,7 +247,7 @@ WIRE_AND_ROLLOUT = (
     *(Case(f"rank {rank}", NEW, "unpatched", f"{LORA_RANK}={rank}", refused=f"TypeError: {LORA_RANK}={shown} must be *")
       for rank, shown in (("many", "many"), ("2.5", "2.5"), ("null", "None"))),
     *(Case(f"adapters of {mode}{words}", ("0.9.0", "0.9.1"), "unpatched",
-           f"trainer.v1.trainer_mode={mode} {LORA_RANK}=4{words}", refused=refused)
+           f"trainer.v1.trainer_mode={mode} {LORA_RANK}=4 {OTHER_SERVER}{words}", refused=refused)
       for mode, words, refused in (
           ("separate_async", "", "*lora.merge=False fails in separate_async: verl {release} sends the base only*"),
           ("separate_async", " ++actor_rollout_ref.model.lora.merge=true", ""),
@@ -299,7 +301,18 @@ REGIMES_AND_KEYS = (
          fix={"actor_rollout_ref.rolout.dtype": "the nearest key is {rollout}.dtype"}),
     Case("unknown regime", NEW, "patched", "+precision=fp17",
          refused="In 'ppo_trainer': Could not find 'precision/fp17'; there are "
-                 "bf16, bf16_train_fp16_infer, fp16, fp32"),
+                 "bf16, bf16_train_fp16_infer, fp16, fp32",
+         effect={"precision": "is no regime"},
+         fix={"precision": "+precision=bf16, bf16_train_fp16_infer, fp16 or fp32"}),
+    Case("regime without +", NEW, "patched", "precision=fp16", refused="Could not override 'precision'.*",
+         effect={"precision": "is not in the defaults of verl {release}, so that it needs a +"},
+         fix={"precision": "+precision=fp16"}),
+    Case("regime without +", NEW, "unpatched", "precision=fp16", refused="Could not override 'precision'.",
+         fix={"precision": f"+precision=fp16; {KEYS} brings the group: make apply-patches VERL=/*"}),
+    Case("unknown regime without +", NEW, "patched", "precision=fp8", refused="Could not override 'precision'.*",
+         fix={"precision": "+precision=bf16, bf16_train_fp16_infer, fp16 or fp32"}),
+    Case("other group without +", NEW, "patched", "algo=grpo", refused="Could not override 'algo'.*",
+         fix={"algo": "+algo=grpo"}),
     Case("misspelt group", NEW, "patched", "+precison=fp16", "", "ignored", fix={"precison": "+precision=fp16"}),
 )
 
@@ -411,6 +424,8 @@ MEGATRON_RULES = (
          fix={"{actor}.megatron.dtype": f"*{SKIP}*"}),
     # Gradient buffers: mbridge's are fp32; Megatron-Bridge, 0.9.0's default, leaves the model's dtype, 0.9.1 sets fp32.
     Case("defaults' buffers", [*B, *C[:1], *C[2:]], "unpatched", MEGATRON, "actor.reduce=float32", effect={}),
+    Case("reduction that no key decides", A[:1], "unpatched", f"{MEGATRON} +{REDUCED}=false", "actor.reduce=float32",
+         effect={REDUCED: "is ignored by verl {release}, whose gradient buffers are always in float32 (*:132)"}),
     Case("reduction", C[1:2], "unpatched patched", MEGATRON, "actor.reduce=bfloat16 critic.reduce=None",
          effect={REDUCED: "is not set, and Megatron-Bridge's default adds up the actor's gradients, * in bfloat16 *"}),
     Case("reduction in fp16 by default", C[1:2], "patched", f"{MEGATRON} +precision=fp16", "actor.reduce=float16",

@@ -126,6 +126,7 @@ def test_edit_of_another_file_leaves_those_of_either_series_known(fixes: bool, t
         file.write("# mine\n")
     tree = identify_tree(root)
     assert tree.state == "patched" and "unknown" not in tree.files.values()
+    assert tree.advice == "edited: verl/protocol.py, which no patch changes"
     assert tree.apply_command.endswith(" FIXES=yes") == fixes
 
 
@@ -184,7 +185,8 @@ def test_foreign_tree_has_the_rules_of_the_nearest_release(tmp_path: Path):
         (root / "verl" / path).open("a").write("\n# of another commit\n")
     diagnosis = diagnose(identify_tree(root), WORDS[1:2])
     assert diagnosis.json()["verl"] == NEAREST
-    assert f"\n\ndirty: verl {OLD} except verl/workers/config/actor.py" in command.text(diagnosis)
+    shown = command.text(diagnosis)
+    assert shown.startswith(f"this verl (nearest release {OLD}), dirty, in {root}\n\ndirty: verl {OLD} except verl/")
     assert dtypes(diagnosis, "actor.compute", "wire", "critic.master") == ["unknown"] * 3, "their file differs"
     assert dtypes(diagnosis, "rollout.weights", "hf_export") == ["float16", "bfloat16"], "their files are the release's"
     assert diagnosis.verdict == "unknown" and diagnosis.verdict not in SOUND
@@ -211,6 +213,7 @@ def test_changed_file_of_a_release_is_unknown(tmp_path: Path):
     edit(root / SERVER, '"dtype": self.config.dtype,', '"dtype": "bfloat16",')
     diagnosis = diagnose(identify_tree(root), WORDS[:1])
     assert diagnosis.json()["verl"]["state"] == "unpatched"
+    assert f"\n\nedited: {SERVER}, which no patch changes\n" in command.text(diagnosis)
     assert dtypes(diagnosis, "rollout.weights", "actor.compute") == ["unknown", "bfloat16"]
 
 
@@ -236,6 +239,7 @@ def test_command_prints_json_and_text(trees: dict[str, Path], capsys):
 
 def test_bad_input_is_refused(trees: dict[str, Path]):
     reasons = {"--verl /": "no verl/__init__.py", "actor.dtype": "ARGS", "--config-name nothing": "has no nothing.yaml"}
+    reasons |= dict.fromkeys(["--precision fp16", "--precision=fp16"], "a group: give +precision=fp16")
     for words, reason in reasons.items():
         with pytest.raises(Refused) as refused:
             command.main(["--verl", str(trees["pristine"]), *words.split()])
@@ -308,6 +312,10 @@ def test_missing_packages_are_named(trees, monkeypatch):
 
 def test_script_names_packages_that_its_python_lacks(environments):
     python = environments["bare"].parents[2] / "bin/python"
-    done = subprocess.run([python, PACKAGE, "doctor"], cwd=REPO, capture_output=True, text=True)
+    words = ["+precision=fp16", "a=[b]", "c=d e"]
+    done = subprocess.run([python, PACKAGE, "doctor", *words], cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"verl-precision doctor: {python} lacks hydra-core, omegaconf: install them there")
+    site, install = environments["bare"], f"{python} -m pip install hydra-core omegaconf"
+    again = f"""make doctor VERL={site} PYTHON=/path/to/python3 ARGS='+precision=fp16 a=[b] "c=d e"'"""
+    line = f"{python} lacks hydra-core, omegaconf: {install}, or give another Python: {again}\n"
+    assert done.stderr == f"verl-precision doctor: {line}"

@@ -217,6 +217,7 @@ def test_installed_vllm_says_that_it_ignores_the_head_dtype_before_0_28():
 KEEP = "actor_rollout_ref.actor.fsdp_config.keep_fp32_modules"
 HEAD = f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides.head_dtype"
 SGLANG = f"{ROLLOUT}.engine_kwargs.sglang.enable_fp32_lm_head"
+OUT = f"or remove lm_head from {KEEP}"
 ONLY = "computes the head in fp32 only in the {}"
 
 
@@ -227,6 +228,12 @@ ONLY = "computes the head in fp32 only in the {}"
         (False, [f"{KEEP}=[lm_head]"], ["float32"] * 2, []),
         (False, [f"{KEEP}=[lm_head]", f"{ROLLOUT}.keep_fp32_modules=[]"], ["float32", "float16"],
          [(KEEP, ONLY.format("trainer"), f"remove {ROLLOUT}.keep_fp32_modules")]),
+        (True, [f"{KEEP}=[lm_head]", f"{ROLLOUT}.keep_fp32_modules=[]"], ["float32", "float16"],
+         [(KEEP, ONLY.format("trainer"), f"vLLM 0.28 or later, then remove {ROLLOUT}.keep_fp32_modules; {OUT}")]),
+        (False, [f"{KEEP}=[lm_head]", f"+{HEAD}=float16"], ["float32", "float16"],
+         [(KEEP, ONLY.format("trainer"), f"++{HEAD}=float32")]),
+        (True, [f"{KEEP}=[lm_head]", f"{ROLLOUT}.keep_fp32_modules=[]", f"+{HEAD}=float16"], ["float32", "float16"],
+         [(KEEP, ONLY.format("trainer"), f"vLLM 0.28 or later, then ++{HEAD}=float32; {OUT}")]),
         (False, [f"+{HEAD}=float32"], ["float16", "float32"], [(HEAD, ONLY.format("rollout"), f"{KEEP}=[lm_head]")]),
         (False, [f"+{HEAD}=float16"], ["float16"] * 2, []),
         (False, [f"+{HEAD}=model"], ["float16"] * 2, []),
@@ -235,7 +242,11 @@ ONLY = "computes the head in fp32 only in the {}"
          [(HEAD, "is ignored by vLLM 0.9.1, which reads it for pooling models: its head is in float16",
            "vLLM 0.28 or later, or remove it and lm_head from keep_fp32_modules")]),
         (False, [f"{ROLLOUT}.name=sglang", f"{KEEP}=[lm_head]"], ["float32", "float16"],
-         [(KEEP, ONLY.format("trainer"), f"+{SGLANG}=true")]),
+         [(KEEP, ONLY.format("trainer"), f"++{SGLANG}=true")]),
+        (False, [f"{ROLLOUT}.name=sglang", f"{KEEP}=[lm_head]", f"+{SGLANG}=false"], ["float32", "float16"],
+         [(KEEP, ONLY.format("trainer"), f"++{SGLANG}=true")]),
+        (False, [f"{ROLLOUT}.name=sglang", f"{KEEP}=[lm_head]", f"+{SGLANG}=false", f"++{SGLANG}=true"],
+         ["float32"] * 2, []),
         (False, [f"{ROLLOUT}.name=sglang", f"{KEEP}=[lm_head]", f"+{SGLANG}=true"], ["float32"] * 2, []),
     ],
 )  # fmt: skip
@@ -272,3 +283,16 @@ def test_unmerged_lora_is_refused_where_vllm_renamed_what_verl_calls(state, meth
     (root / "verl").symlink_to(trees[state] / "verl")
     found = diagnose(identify_tree(root), [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4", *words])
     assert ("calls a method that vLLM 0.29 renamed" in (found.refused or "")) == refused, found.refused
+    if refused:
+        assert found.findings[0].fix.endswith(f"vLLM before 0.29, or make apply-patches VERL={root} FIXES=yes")
+
+
+@pytest.mark.subprocess
+def test_unmerged_lora_is_refused_with_the_vllm_of_this_python(trees, monkeypatch, tmp_path):
+    """The tree has none beside it, as a checkout."""
+    write(site(tmp_path, "") / "vllm/model_executor/models/utils.py", b"def get_rename_mapper(self): ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    words = [f"{ROLLOUT}.name=vllm", "actor_rollout_ref.model.lora_rank=4"]
+    found = diagnose(identify_tree(trees["pristine"]), words)
+    assert "fails with vLLM 0.9.1: " in found.refused and "renamed" in found.refused

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from decimal import Decimal
 from functools import cache
@@ -297,6 +298,20 @@ def test_log_is_mapped_through_its_own_page():
 def test_documents_are_few():
     pages = [page for page in PAGES if page.startswith("docs/") and not page.startswith(ELSEWHERE)]
     assert len(pages) <= MOST_PAGES, pages
+
+
+def first_cells(page: str, heading: str) -> set[str]:
+    """Return the code in the first cells of the first table below a heading."""
+    table = re.search(r"(?:^\|.*\n)+", (REPO / page).read_text().partition(heading)[2], re.M)
+    return set(re.findall(r"^\| `(\w+)`", table[0], re.M))
+
+
+def test_tables_name_what_there_is():
+    modules = {file.stem for file in (REPO / "patches/verl/files/verl/utils/precision").glob("*.py")} - {"__init__"}
+    assert first_cells("docs/explanation/design.md", "The modules of [`verl/utils/precision`]") == modules
+    options = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    markers = {line.partition(":")[0] for line in options["markers"]}
+    assert first_cells("CONTRIBUTING.md", "To run a part:") == markers
 
 
 @pytest.mark.parametrize(

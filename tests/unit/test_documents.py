@@ -60,8 +60,13 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+def local_links(text: str) -> list[str]:
+    """Return the links of a page to files of the repository or to its headings, as written."""
+    return re.findall(r"\]\(<?(?![a-z]+:)([^)\s>]+)", SPAN.sub("code", prose(text)))
+
+
 def links(page: str, text: str) -> Iterator[str]:
-    for link in re.findall(r"\]\(<?(?![a-z]+:)([^)\s>]+)", SPAN.sub("code", prose(text))):
+    for link in local_links(text):
         name, _, anchor = link.partition("#")
         file = (REPO / page).parent.joinpath(name).resolve()
         if not (file.exists() and file.is_relative_to(REPO)):
@@ -267,8 +272,8 @@ MOST_PAGES = 20
 
 def linked(page: str, text: str) -> set[str]:
     """Return the paths in the repository to which a page links."""
-    names = re.findall(r"\]\(<?(?![a-z]+:)([^)\s>#]+)", SPAN.sub("code", prose(text)))
-    return {os.path.normpath(Path(page).parent / name) for name in names}
+    names = (link.partition("#")[0] for link in local_links(text))
+    return {os.path.normpath(Path(page).parent / name) for name in names if name}
 
 
 def unmapped(text: str) -> set[str]:

@@ -88,12 +88,10 @@ def check_sampler(config: "DictConfig") -> None:
     """Refuse DAPO's filter beside a custom sampler, such as that of DEVICE=cpu, to which verl does not pass it."""
     from omegaconf import OmegaConf
 
-    sampler = "trainer.v1.sampler.custom_sampler.path"
-    if OmegaConf.select(config, sampler) and OmegaConf.select(config, "algorithm.filter_groups.enable"):
-        path = OmegaConf.select(config, sampler)
-        raise Refused(
-            f"algorithm.filter_groups.enable=true: has no effect with {sampler}={path}; give ARGS={sampler}=null"
-        )
+    sampler, filtering = "trainer.v1.sampler.custom_sampler.path", "algorithm.filter_groups.enable"
+    path = OmegaConf.select(config, sampler)
+    if path and OmegaConf.select(config, filtering):
+        raise Refused(f"{filtering}=true: has no effect with {sampler}={path}; give ARGS={sampler}=null")
 
 
 def check_attention(config: "DictConfig") -> None:
